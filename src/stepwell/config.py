@@ -1,0 +1,401 @@
+"""A run is a value: one frozen configuration that plan, engine and diagnose read.
+
+Every rule that involves two fields is checked here, before torch is imported. Paths in a recipe
+are relative to the working directory. See `docs/config.md`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stepwell.types import ConfigError, nearest
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RopeScaling(Section):
+    """Llama 3's frequency-dependent stretch (Llama 3 herd, 2407.21783, and its released config)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: Positive = 8192
+
+
+class ModelConfig(Section):
+    """A decoder's dimensions: Llama, Qwen2, Qwen3 (dense) and Mistral are settings of these.
+
+    family names the Hugging Face architecture that an export is written as.
+    init: a folder to start from (a Stepwell checkpoint or a Hugging Face folder), or a .gguf file;
+    the dimensions must then match, and may be left to `resolve_model`.
+    """
+
+    family: Literal["llama", "qwen2", "qwen3", "mistral"] = "llama"
+    vocab_size: Positive = 4096
+    num_layers: Positive = 6
+    d_model: Positive = 256
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 2
+    head_dim: Positive = 64
+    d_ff: Positive = 704
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    tied: bool = True
+    sliding_window: Positive | None = None
+    max_seq_len: Positive = 2048
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init: str | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> ModelConfig:
+        if self.num_heads % self.num_kv_heads:
+            legal = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
+            best = min(legal, key=lambda k: abs(k - self.num_kv_heads))
+            raise ValueError(
+                f"model.num_kv_heads={self.num_kv_heads} must divide model.num_heads="
+                f"{self.num_heads}; the nearest that does is {best}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim={self.head_dim} must be even (RoPE rotates pairs); "
+                f"the nearest is {self.head_dim + 1}"
+            )
+        if self.qk_norm != (self.family == "qwen3"):
+            raise ValueError(
+                f"model.qk_norm={self.qk_norm} does not fit family {self.family!r}: "
+                "qwen3 has QK-norm, the others have none"
+            )
+        if self.qkv_bias != (self.family == "qwen2"):
+            raise ValueError(
+                f"model.qkv_bias={self.qkv_bias} does not fit family {self.family!r}: "
+                "qwen2 has biases on q, k and v, the others have none"
+            )
+        return self
+
+
+class LayoutConfig(Section):
+    """How the ranks are arranged. -1 for dp_shard: all ranks that remain."""
+
+    dp_replicate: Positive = 1
+    dp_shard: int = -1
+    reshard_after_forward: bool = True
+    compile: bool = False
+    deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _rules(self) -> LayoutConfig:
+        if self.dp_shard == 0 or self.dp_shard < -1:
+            raise ValueError(
+                f"layout.dp_shard={self.dp_shard} must be positive, or -1 for all the rest"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    """compute: dtype of activations and of the weights as used; master weights are float32."""
+
+    compute: Literal["bf16", "fp32", "fp64"] = "bf16"
+    reduce: Literal["bf16", "fp32", "fp64"] = "fp32"
+    param: Literal["fp32", "fp64"] = "fp32"
+
+
+class SourceConfig(Section):
+    """A token store and its share of the samples."""
+
+    path: str
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class DataConfig(Section):
+    """sources: what a pretraining run reads; decay_sources replaces them in the decay phase.
+
+    path: a JSONL or Parquet file of `messages` or `prompt`+`completion` rows (sft), or of prompts
+    with an `answer` column (grpo).
+    tokenizer: a folder or file with a `tokenizer.json`.
+    """
+
+    sources: tuple[SourceConfig, ...] = ()
+    decay_sources: tuple[SourceConfig, ...] = ()
+    path: str | None = None
+    tokenizer: str | None = None
+    seq_len: Positive = 512
+    document_mask: bool = True
+    shuffle: bool = True
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the run, as a fraction of optim.lr.
+
+    wsd: warm-up, stable, then `decay_steps` to `final_fraction` (shape: 1-sqrt, linear, cosine;
+    2405.18392). cosine and linear decay from the end of warm-up to the last step.
+    """
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "wsd"
+    warmup_steps: NonNegative = 0
+    decay_steps: NonNegative = 0
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
+    final_fraction: Fraction = 0.0
+
+
+class OptimConfig(Section):
+    """Decay applies to matrices, never to norms and biases. clip_norm 0: no clipping. muon takes hidden matrices only
+    (Muon, 2502.16982); embeddings, the head, norms and biases stay with AdamW at `lr`."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    muon_lr: Annotated[float, Field(gt=0)] = 2e-2
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class GuardConfig(Section):
+    """A step whose loss or gradient norm is non-finite, or whose norm exceeds spike_factor times
+    the running median of the last `window` good steps, changes nothing."""
+
+    spike_factor: Annotated[float, Field(gt=1)] = 20.0
+    window: Positive = 64
+    min_history: Positive = 16
+    max_skips_in_a_row: Positive = 5
+
+
+class CheckpointConfig(Section):
+    """branch_from: a checkpoint whose whole state (weights, optimiser, step, data position) this
+    run starts from, e.g. to branch a decay off a stable phase."""
+
+    every_steps: Positive = 200
+    keep_last: Positive = 2
+    keep_best: NonNegative = 0
+    asynchronous: bool = True
+    branch_from: str | None = None
+
+
+class LossConfig(Section):
+    """z_loss: weight of log(Z)^2 (PaLM, 2204.02311). keep_logits: hold the logits of the
+    micro-batch in compute precision for the backward pass instead of computing them twice;
+    auto keeps them while they are under 256 MiB."""
+
+    chunk_tokens: Positive = 1024
+    keep_logits: Literal["auto", "always", "never"] = "auto"
+    z_loss: Annotated[float, Field(ge=0)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Pretrain(Section):
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class SFT(Section):
+    """epochs bounds the run together with train.steps: whichever ends first (None: steps only)."""
+
+    kind: Literal["sft"] = "sft"
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    max_rows: Positive | None = None
+
+
+class GRPO(Section):
+    """Group-relative policy optimisation (2402.03300) with verifiable rewards.
+
+    advantage: sample-standard-deviation, or none (Dr. GRPO, 2503.20783).
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    prompts_per_step: Positive = 16
+    group_size: Annotated[int, Field(ge=2)] = 8
+    max_new_tokens: Positive = 64
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    advantage: Literal["std", "none"] = "std"
+    aggregate: Literal["token", "sequence"] = "token"
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    updates_per_rollout: Positive = 1
+    verifier: str = "exact"
+
+
+Method = Annotated[Pretrain | SFT | GRPO, Field(discriminator="kind")]
+
+
+class TrainConfig(Section):
+    """A step sees global_batch_rows rows of data.seq_len tokens over all ranks; each rank takes
+    micro_batch_rows at a time. (grpo: rows are packed rollouts, global_batch_rows is ignored.)"""
+
+    steps: Positive = 1000
+    global_batch_rows: Positive = 32
+    micro_batch_rows: Positive = 8
+    seed: NonNegative = 0
+    log_every: Positive = 1
+    eval_every: NonNegative = 0
+
+
+class LogConfig(Section):
+    tensorboard: bool = False
+    wandb_project: str | None = None
+
+
+class Run(Section):
+    """The whole run. `Run.load` reads TOML plus dotted overrides, `save` writes it resolved."""
+
+    name: str = "run"
+    dir: str = "runs/run"
+    model: ModelConfig = ModelConfig()
+    layout: LayoutConfig = LayoutConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    guard: GuardConfig = GuardConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    train: TrainConfig = TrainConfig()
+    log: LogConfig = LogConfig()
+    method: Method = Pretrain()
+
+    @model_validator(mode="after")
+    def _rules(self) -> Run:
+        schedule, steps = self.optim.schedule, self.train.steps
+        if schedule.warmup_steps + schedule.decay_steps > steps:
+            raise ValueError(
+                f"optim.schedule.warmup_steps={schedule.warmup_steps} plus decay_steps="
+                f"{schedule.decay_steps} exceed train.steps={steps}; lower them or raise "
+                f"train.steps to {schedule.warmup_steps + schedule.decay_steps}"
+            )
+        if schedule.decay_steps and schedule.kind != "wsd":
+            raise ValueError(
+                f"optim.schedule.decay_steps={schedule.decay_steps} belongs to kind 'wsd'; "
+                f"kind {schedule.kind!r} decays over all steps after warm-up (leave it at 0)"
+            )
+        if self.data.decay_sources and not schedule.decay_steps:
+            raise ValueError(
+                "data.decay_sources needs a decay phase: set optim.schedule.kind='wsd' and "
+                "decay_steps above 0"
+            )
+        if self.data.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"data.seq_len={self.data.seq_len} exceeds model.max_seq_len="
+                f"{self.model.max_seq_len}; the nearest legal value is {self.model.max_seq_len}"
+            )
+        if self.precision.param == "fp64" and self.precision.compute != "fp64":
+            raise ValueError(
+                "precision.param='fp64' is for exact comparisons and needs compute='fp64'"
+            )
+        if self.method.kind != "grpo" and self.train.global_batch_rows % self.layout.dp_replicate:
+            raise ValueError(
+                f"train.global_batch_rows={self.train.global_batch_rows} must be a multiple of "
+                f"layout.dp_replicate={self.layout.dp_replicate}"
+            )
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Run:
+        """Reads a TOML recipe and applies `overrides` (dotted key -> value).
+
+        Raises ConfigError for a missing file, broken TOML, unknown keys and broken rules.
+        """
+        try:
+            text = Path(path).read_text("utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the recipe {path} is not UTF-8: {error}") from error
+        try:
+            values = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
+        return cls.parse(values, overrides, where=str(path))
+
+    @classmethod
+    def parse(
+        cls,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        where: str = "the run",
+    ) -> Run:
+        values = _deep_copy(values)
+        for key, value in (overrides or {}).items():
+            *parents, leaf = key.split(".")
+            table = values
+            for parent in parents:
+                table = table.setdefault(parent, {})
+                if not isinstance(table, dict):
+                    raise ConfigError(f"{key}: {parent!r} is a value, not a table")
+            table[leaf] = value
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls, where)) from error
+
+    def save(self, path: str | Path) -> None:
+        """Writes the resolved run as TOML, whole or not at all; `Run.load` gives an equal value."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + f".tmp{os.getpid()}")
+        temporary.write_text(tomli_w.dumps(self.model_dump(exclude_none=True)), "utf-8")
+        temporary.replace(path)
+
+
+def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _deep_copy(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """One line a problem; an unknown key names the nearest known one."""
+    lines = [f"{where} is not a valid run:"]
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _fields_at(model, item["loc"][:-1])
+            line = f"  unknown key {key!r}{nearest(str(item['loc'][-1]), known)}"
+        elif item["type"] == "value_error":
+            line = f"  {item['msg'].removeprefix('Value error, ')}"
+        else:
+            line = f"  {key} = {item['input']!r}: {item['msg']}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """The field names of the section that `location` points at."""
+    sections: list[Any] = [model]
+    for part in location:
+        found: list[Any] = []
+        for section in sections:
+            found += (
+                _sections_in(section.model_fields[part].annotation)
+                if (part in section.model_fields)
+                else [section]
+            )
+        sections = found or sections
+        tagged = [s for s in sections if part == _kind_of(s)]
+        sections = tagged or sections
+    return sorted({name for section in sections for name in section.model_fields})
+
+
+def _kind_of(section: type[BaseModel]) -> str | None:
+    field = section.model_fields.get("kind")
+    return field.default if field is not None else None
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections_in(arg)]

@@ -1,0 +1,223 @@
+"""Causal attention over packed documents.
+
+N tokens of all rows laid end to end, H query heads, K key/value heads, E head_dim. Documents are
+given by their borders `cu_seqlens`; a token sees only earlier tokens of its own document.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.flop_counter import register_flop_formula
+
+from stepwell.config import ModelConfig
+from stepwell.models.layers import Linear, RMSNorm, apply_rope
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_VARLEN_HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def attend(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens: Tensor, window: int | None
+) -> Tensor:
+    """Attention output (N, H, E). `window`: a token sees itself and the window - 1 tokens before it.
+
+    On CUDA in 16 bits this is flash attention over variable lengths; in 32 bits, where that kernel
+    does not exist, one masked product.
+    """
+    if q_NHE.device.type == "cpu":
+        return packed_attention(q_NHE, k_NKE, v_NKE, cu_seqlens, window or 0)[0]
+    if q_NHE.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q_NHE, k_NKE, v_NKE, cu_seqlens, window)
+    return _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window)
+
+
+def _varlen(q_NHE, k_NKE, v_NKE, cu_seqlens, window: int | None) -> Tensor:
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    groups = q_NHE.shape[1] // k_NKE.shape[1]
+    k_NHE, v_NHE = (x.repeat_interleave(groups, dim=1) for x in (k_NKE, v_NKE))
+    if _VARLEN_HAS_WINDOW:
+        causal = {"window_size": ((window - 1) if window else -1, 0)}
+    elif window is None or window >= longest:
+        causal = {"is_causal": True}
+    else:
+        return _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window)
+    out = varlen_attn(q_NHE, k_NHE, v_NHE, cu_seqlens, cu_seqlens, longest, longest, **causal)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window: int | None) -> Tensor:
+    N = q_NHE.shape[0]
+    index = torch.arange(N, device=q_NHE.device)
+    doc = torch.searchsorted(cu_seqlens[1:].to(index.dtype), index, right=True)
+    gap = index[:, None] - index[None, :]
+    seen = (doc[:, None] == doc[None, :]) & (gap >= 0)
+    if window:
+        seen &= gap < window
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHE, k_NKE, v_NKE))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+# On CPU, flash attention has no variable-length form: run it once for each stretch of documents
+# of one length. An operator of its own keeps the loop opaque to torch.compile and countable.
+
+
+def _stretches(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(first token, number of documents, their length) for neighbours of equal length."""
+    borders = cu_seqlens.tolist()
+    lengths = [b - a for a, b in itertools.pairwise(borders)]
+    start = 0
+    for length, run in itertools.groupby(lengths):
+        count = len(list(run))
+        if length:
+            yield start, count, length
+        start += count * length
+
+
+def _view(x_NHE: Tensor, start: int, count: int, length: int) -> Tensor:
+    """(documents, heads, length, E) without a copy."""
+    return x_NHE[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor | None:
+    if not 0 < window < length:
+        return None
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril() & ones.triu(1 - window)
+
+
+@torch.library.custom_op("stepwell::packed_attention", mutates_args=(), device_types="cpu")
+def packed_attention(
+    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output (N, H, E) and log-sum-exp (N, H); window 0 means none."""
+    out_NHE = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
+    lse_NH = torch.empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE), device=q_NHE.device)
+    for stretch in _stretches(cu_seqlens):
+        q, k, v = (_view(x, *stretch) for x in (q_NHE, k_NKE, v_NKE))
+        band = _band(stretch[2], window, q.device)
+        mask = (
+            None
+            if band is None
+            else torch.zeros_like(band, dtype=q.dtype).masked_fill_(~band, float("-inf"))
+        )
+        out, lse = _flash(q, k, v, 0.0, band is None, attn_mask=mask)
+        _view(out_NHE, *stretch).copy_(out)
+        _view(lse_NH.unsqueeze(-1), *stretch).copy_(lse.unsqueeze(-1))
+    return out_NHE, lse_NH
+
+
+@torch.library.custom_op("stepwell::packed_attention_backward", mutates_args=(), device_types="cpu")
+def packed_attention_backward(
+    grad_NHE: Tensor,
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    out_NHE: Tensor,
+    lse_NH: Tensor,
+    cu_seqlens: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHE, k_NKE, v_NKE)
+    )
+    for stretch in _stretches(cu_seqlens):
+        grad, q, k, v, out = (_view(x, *stretch) for x in (grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE))
+        lse = _view(lse_NH.unsqueeze(-1), *stretch).squeeze(-1)
+        band = _band(stretch[2], window, q.device)
+        mask = (
+            None
+            if band is None
+            else torch.zeros_like(band, dtype=q.dtype).masked_fill_(~band, float("-inf"))
+        )
+        parts = _flash_backward(grad, q, k, v, out, lse, 0.0, band is None, attn_mask=mask)
+        for whole, part in zip(grads, parts, strict=True):
+            _view(whole, *stretch).copy_(part)
+    return grads
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@packed_attention.register_fake
+def _(q_NHE, k_NKE, v_NKE, cu_seqlens, window):
+    return torch.empty_like(q_NHE, memory_format=torch.contiguous_format), q_NHE.new_empty(
+        q_NHE.shape[:2], dtype=_lse_dtype(q_NHE)
+    )
+
+
+@packed_attention_backward.register_fake
+def _(grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, window):
+    return tuple(
+        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHE, k_NKE, v_NKE)
+    )
+
+
+def _save(ctx, inputs, output):
+    q_NHE, k_NKE, v_NKE, cu_seqlens, ctx.window = inputs
+    ctx.save_for_backward(q_NHE, k_NKE, v_NKE, *output, cu_seqlens)
+
+
+def _backward(ctx, grad_NHE, _):
+    q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens = ctx.saved_tensors
+    grads = packed_attention_backward(
+        grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, ctx.window
+    )
+    return *grads, None, None
+
+
+packed_attention.register_autograd(_backward, setup_context=_save)
+
+
+# torch's counter cannot see into an operator; the causal half is what is computed.
+@register_flop_formula(torch.ops.stepwell.packed_attention, get_raw=True)
+def _forward_flops(q, k, v, cu_seqlens, window, *args, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens)
+
+
+@register_flop_formula(torch.ops.stepwell.packed_attention_backward, get_raw=True)
+def _backward_flops(grad, q, k, v, out, lse, cu_seqlens, window, *args, **kwargs) -> int:
+    return 8 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens)
+
+
+def _pairs(cu_seqlens: Tensor) -> int:
+    """Half of each document's square, the convention of `models/flops`."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    return sum(length * length for length in lengths) // 2
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (2305.13245) with rotary positions and optional QK-norm."""
+
+    def __init__(self, cfg: ModelConfig):
+        super().__init__()
+        self.head_dim, self.window = cfg.head_dim, cfg.sliding_window
+        query, keyvalue = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        self.wq = Linear(cfg.d_model, query, bias=cfg.qkv_bias)
+        self.wk = Linear(cfg.d_model, keyvalue, bias=cfg.qkv_bias)
+        self.wv = Linear(cfg.d_model, keyvalue, bias=cfg.qkv_bias)
+        self.wo = Linear(query, cfg.d_model, bias=False)
+        self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+        self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
+
+    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """cos, sin (N, 1, E/2); returns (B, T, D)."""
+        q_NHE, k_NKE, v_NKE = (
+            w(x_BTD).view(-1, w.out_features // self.head_dim, self.head_dim)
+            for w in (self.wq, self.wk, self.wv)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_NHE, k_NKE = self.q_norm(q_NHE), self.k_norm(k_NKE)
+        q_NHE, k_NKE = apply_rope(q_NHE, cos, sin), apply_rope(k_NKE, cos, sin)
+        out_NHE = attend(q_NHE, k_NKE, v_NKE, cu_seqlens, self.window)
+        return self.wo(out_NHE.flatten(1).view(*x_BTD.shape[:-1], -1))

@@ -1,0 +1,87 @@
+"""The small pieces of a decoder: linear, RMSNorm, rotary positions, SwiGLU.
+
+B rows, T tokens, N = B*T, D d_model, H heads, E head_dim, F d_ff. Weights are kept in the master
+dtype and cast where they are used, so the same module runs in one process (float32 masters) and
+under FSDP2 (which hands over weights already in compute dtype).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stepwell.config import ModelConfig, RopeScaling
+
+
+def upcast(x: Tensor) -> Tensor:
+    """At least float32; float64 stays as it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class Linear(nn.Linear):
+    """y = x W^T + b in the dtype of x."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(input.dtype)
+        return F.linear(input, self.weight.to(input.dtype), bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dim, computed in at least float32 (1910.07467)."""
+    wide = upcast(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rope_frequencies(cfg: ModelConfig, device: torch.device | None = None) -> Tensor:
+    """Angular frequency of each rotated pair, float32 (E/2,) (RoFormer, 2104.09864)."""
+    steps = torch.arange(0, cfg.head_dim, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (cfg.rope_theta ** (steps / cfg.head_dim))
+    return stretch(frequencies, cfg.rope_scaling) if cfg.rope_scaling else frequencies
+
+
+def stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's rule: slow frequencies are divided by `factor`, fast ones stay, between them a
+    linear blend in the number of turns over the original context."""
+    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / scaling.factor)
+
+
+def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of shape positions.shape + (1, E/2), ready for (..., heads, E) tensors."""
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates pairs (i, i + E/2) of the last dim; x (..., heads, E)."""
+    low, high = upcast(x).chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate x) * w_up x) (2002.05202)."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.w_gate = Linear(d_model, d_ff, bias=False)
+        self.w_up = Linear(d_model, d_ff, bias=False)
+        self.w_down = Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x_BTD)) * self.w_up(x_BTD))
