@@ -13,27 +13,33 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from stepwell.types import ConfigError, nearest
+from stepwell.schema import Section, assign, explain
+from stepwell.types import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 class RopeScaling(Section):
     """Llama 3's frequency-dependent stretch (Llama 3 herd, 2407.21783, and its released config)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    factor: Annotated[float, Field(ge=1)] = 8.0
+    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
     original_max_seq_len: Positive = 8192
+
+    @model_validator(mode="after")
+    def _rules(self) -> RopeScaling:
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}; the released models have 1 and 4"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -80,12 +86,19 @@ class ModelConfig(Section):
         if self.qk_norm != (self.family == "qwen3"):
             raise ValueError(
                 f"model.qk_norm={self.qk_norm} does not fit family {self.family!r}: "
-                "qwen3 has QK-norm, the others have none"
+                f"qwen3 has QK-norm, the others have none (set qk_norm={not self.qk_norm})"
             )
         if self.qkv_bias != (self.family == "qwen2"):
             raise ValueError(
                 f"model.qkv_bias={self.qkv_bias} does not fit family {self.family!r}: "
-                "qwen2 has biases on q, k and v, the others have none"
+                "qwen2 has biases on q, k and v, the others have none "
+                f"(set qkv_bias={not self.qkv_bias})"
+            )
+        if self.sliding_window is not None and self.family != "mistral":
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} does not fit family "
+                f"{self.family!r}: mistral has a sliding window, the others see the whole context "
+                "(leave it out)"
             )
         return self
 
@@ -103,7 +116,8 @@ class LayoutConfig(Section):
     def _rules(self) -> LayoutConfig:
         if self.dp_shard == 0 or self.dp_shard < -1:
             raise ValueError(
-                f"layout.dp_shard={self.dp_shard} must be positive, or -1 for all the rest"
+                f"layout.dp_shard={self.dp_shard} must be positive, or -1 for all ranks that "
+                f"remain; the nearest is {1 if self.dp_shard == 0 else -1}"
             )
         return self
 
@@ -155,8 +169,11 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    """Decay applies to matrices, never to norms and biases. clip_norm 0: no clipping. muon takes hidden matrices only
-    (Muon, 2502.16982); embeddings, the head, norms and biases stay with AdamW at `lr`."""
+    """Decay applies to matrices, never to norms and biases. clip_norm 0: no clipping.
+
+    muon takes hidden matrices only (Muon, 2502.16982); embeddings, the head, norms and biases stay
+    with AdamW at `lr`.
+    """
 
     kind: Literal["adamw", "muon"] = "adamw"
     lr: Annotated[float, Field(gt=0)] = 1e-3
@@ -177,6 +194,15 @@ class GuardConfig(Section):
     window: Positive = 64
     min_history: Positive = 16
     max_skips_in_a_row: Positive = 5
+
+    @model_validator(mode="after")
+    def _rules(self) -> GuardConfig:
+        if self.min_history > self.window:
+            raise ValueError(
+                f"guard.min_history={self.min_history} can never be reached within guard.window="
+                f"{self.window} steps; the nearest legal value is {self.window}"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -286,8 +312,9 @@ class Run(Section):
             )
         if self.data.decay_sources and not schedule.decay_steps:
             raise ValueError(
-                "data.decay_sources needs a decay phase: set optim.schedule.kind='wsd' and "
-                "decay_steps above 0"
+                f"data.decay_sources ({len(self.data.decay_sources)} given) are read in the decay "
+                f"phase, but optim.schedule.decay_steps={schedule.decay_steps}; set "
+                "optim.schedule.kind='wsd' and decay_steps to 1 or more"
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
@@ -296,12 +323,20 @@ class Run(Section):
             )
         if self.precision.param == "fp64" and self.precision.compute != "fp64":
             raise ValueError(
-                "precision.param='fp64' is for exact comparisons and needs compute='fp64'"
+                "precision.param='fp64' is for exact comparisons and needs precision.compute="
+                f"'fp64', not {self.precision.compute!r}"
             )
-        if self.method.kind != "grpo" and self.train.global_batch_rows % self.layout.dp_replicate:
+        rows, ranks = self.train.global_batch_rows, self.layout.dp_replicate
+        if self.method.kind != "grpo" and rows % ranks:
             raise ValueError(
-                f"train.global_batch_rows={self.train.global_batch_rows} must be a multiple of "
-                f"layout.dp_replicate={self.layout.dp_replicate}"
+                f"train.global_batch_rows={rows} must be a multiple of layout.dp_replicate={ranks}"
+                f"; the nearest is {max(1, round(rows / ranks)) * ranks}"
+            )
+        if self.method.kind == "grpo" and self.method.max_new_tokens >= self.data.seq_len:
+            raise ValueError(
+                f"method.max_new_tokens={self.method.max_new_tokens} leaves no room for a prompt "
+                f"in data.seq_len={self.data.seq_len}; lower it below {self.data.seq_len} or "
+                f"raise data.seq_len above {self.method.max_new_tokens}"
             )
         return self
 
@@ -321,24 +356,20 @@ class Run(Section):
             values = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
-        return cls.parse(values, overrides, where=str(path))
+        return cls.parse(values, overrides, where=f"the recipe {path}")
 
     @classmethod
     def parse(
         cls,
         values: Mapping[str, Any],
         overrides: Mapping[str, Any] | None = None,
-        where: str = "the run",
+        where: str = "the configuration",
     ) -> Run:
-        values = _deep_copy(values)
-        for key, value in (overrides or {}).items():
-            *parents, leaf = key.split(".")
-            table = values
-            for parent in parents:
-                table = table.setdefault(parent, {})
-                if not isinstance(table, dict):
-                    raise ConfigError(f"{key}: {parent!r} is a value, not a table")
-            table[leaf] = value
+        """`values` with `overrides` (dotted key -> value or its text) applied, validated once.
+
+        Raises ConfigError, which lists every problem; `where` names the origin of the values.
+        """
+        values = assign(values, overrides or {}, cls)
         try:
             return cls.model_validate(values)
         except ValidationError as error:
@@ -349,53 +380,9 @@ class Run(Section):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-        temporary.write_text(tomli_w.dumps(self.model_dump(exclude_none=True)), "utf-8")
-        temporary.replace(path)
-
-
-def _deep_copy(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _deep_copy(v) if isinstance(v, Mapping) else v for k, v in values.items()}
-
-
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
-    """One line a problem; an unknown key names the nearest known one."""
-    lines = [f"{where} is not a valid run:"]
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            known = _fields_at(model, item["loc"][:-1])
-            line = f"  unknown key {key!r}{nearest(str(item['loc'][-1]), known)}"
-        elif item["type"] == "value_error":
-            line = f"  {item['msg'].removeprefix('Value error, ')}"
-        else:
-            line = f"  {key} = {item['input']!r}: {item['msg']}"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """The field names of the section that `location` points at."""
-    sections: list[Any] = [model]
-    for part in location:
-        found: list[Any] = []
-        for section in sections:
-            found += (
-                _sections_in(section.model_fields[part].annotation)
-                if (part in section.model_fields)
-                else [section]
-            )
-        sections = found or sections
-        tagged = [s for s in sections if part == _kind_of(s)]
-        sections = tagged or sections
-    return sorted({name for section in sections for name in section.model_fields})
-
-
-def _kind_of(section: type[BaseModel]) -> str | None:
-    field = section.model_fields.get("kind")
-    return field.default if field is not None else None
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [s for arg in getattr(annotation, "__args__", ()) for s in _sections_in(arg)]
+        try:
+            temporary.write_text(tomli_w.dumps(self.model_dump(exclude_none=True)), "utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise

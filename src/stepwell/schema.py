@@ -1,0 +1,201 @@
+"""Strict sections: what `config` is declared with, and how its mistakes are explained.
+
+Everything here works on any tree of sections and knows no key of a run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from stepwell.types import ConfigError, nearest
+
+
+class Section(BaseModel):
+    """A frozen table of a recipe; keys it does not declare are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key that holds a value, as (dotted name, field); a union's sections in order.
+
+    A tuple of sections (`data.sources`) is one key; an optional section is named by its keys.
+    """
+    seen: set[str] = set()
+    for section in [s for s in _alternatives(model) if _is_section(s)]:
+        for name, field in section.model_fields.items():
+            if name in seen:
+                continue
+            seen.add(name)
+            inner = [a for a in _alternatives(field.annotation) if _is_section(a)]
+            if not inner:
+                yield prefix + name, field
+            nested: set[str] = set()
+            for alternative in inner:
+                for key, leaf in dotted_keys(alternative, f"{prefix}{name}."):
+                    if key not in nested:
+                        nested.add(key)
+                        yield key, leaf
+
+
+def assign(
+    values: Mapping[str, Any], overrides: Mapping[str, Any], model: type[BaseModel]
+) -> dict[str, Any]:
+    """`values` with each dotted key of `overrides` set; a number in a key counts into a list.
+
+    Text stands for what the key holds: `none` for nothing where that is allowed, TOML where the
+    key holds a list or table. Raises ConfigError for a key that runs through a plain value.
+    """
+    result = _copy(values)
+    for key, value in overrides.items():
+        *parents, leaf = key.split(".")
+        table: Any = result
+        for depth, parent in enumerate(parents):
+            table = _entry(table, parent, key, ".".join(parents[: depth + 1]))
+        if isinstance(value, str):
+            value = _from_text(model, key, value)
+        if isinstance(table, list):
+            table[_index(table, leaf, key)] = value
+        else:
+            table[leaf] = value
+    return result
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    """One line a problem; an unknown key names the nearest known one."""
+    lines = [f"{where} is not valid:"]
+    for item in error.errors():
+        parts, sections = _walk(model, item["loc"])
+        key = ".".join(parts)
+        match item["type"]:
+            case "extra_forbidden":
+                lines.append(f"  unknown key {key!r}{_nearest_key(model, parts)}")
+            case "value_error":
+                lines.append(f"  {item['msg'].removeprefix('Value error, ')}")
+            case "union_tag_not_found":
+                kinds = ", ".join(filter(None, (_kind_of(s) for s in sections)))
+                lines.append(f"  {key}.kind is missing; it is one of {kinds}")
+            case "union_tag_invalid":
+                kinds = [k for s in sections if (k := _kind_of(s))]
+                tag = str(item.get("ctx", {}).get("tag"))
+                lines.append(
+                    f"  {key}.kind = {tag!r}: must be one of {', '.join(kinds)}"
+                    f"{nearest(tag, kinds)}"
+                )
+            case "missing":
+                lines.append(f"  {key} is missing")
+            case _:
+                lines.append(f"  {key} = {_short(item['input'])}: {item['msg']}")
+    return "\n".join(lines)
+
+
+def _nearest_key(model: type[BaseModel], parts: list[str]) -> str:
+    """A sibling that is spelled alike, else the same name elsewhere, else a similar full key."""
+    *parents, name = parts
+    _, sections = _walk(model, tuple(parents))
+    siblings = {f for s in sections if _is_section(s) for f in s.model_fields}
+    prefix = "".join(f"{p}." for p in parents)
+    if close := nearest(name, sorted(siblings)):
+        return close.replace("'", f"'{prefix}", 1)
+    everywhere = [key for key, _ in dotted_keys(model)]
+    same = [key for key in everywhere if key.rpartition(".")[2] == name]
+    return nearest(same[0], same) if same else nearest(prefix + name, everywhere)
+
+
+def _walk(model: Any, location: tuple[Any, ...]) -> tuple[list[str], list[Any]]:
+    """The written key of `location` and the types that may stand there.
+
+    pydantic puts a union's tag into a location, which is no part of the written key.
+    """
+    parts: list[str] = []
+    here = _alternatives(model)
+    for part in location:
+        tagged = [a for a in here if _is_section(a) and _kind_of(a) == part]
+        if tagged and not any(part in a.model_fields for a in tagged):
+            here = tagged
+            continue
+        parts.append(str(part))
+        here = [inner for a in here for inner in _inside(a, part)]
+    return parts, here
+
+
+def _inside(annotation: Any, part: Any) -> list[Any]:
+    if _is_section(annotation):
+        field = annotation.model_fields.get(part)
+        return _alternatives(field.annotation) if field is not None else []
+    if get_origin(annotation) is tuple and str(part).isdigit():
+        return _alternatives(get_args(annotation)[0])
+    return []
+
+
+def _alternatives(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        return [a for arg in get_args(annotation) for a in _alternatives(arg)]
+    return [annotation]
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _kind_of(section: type[BaseModel]) -> str | None:
+    field = section.model_fields.get("kind")
+    return field.default if field is not None else None
+
+
+def _from_text(model: type[BaseModel], key: str, text: str) -> Any:
+    _, allowed = _walk(model, tuple(key.split(".")))
+    if text.lower() == "none" and type(None) in allowed:
+        return None
+    tables = any(_is_section(a) or get_origin(a) is tuple for a in allowed)
+    if not tables:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{key} = {text!r} holds a list or table and is written as TOML, "
+            f"""e.g. '[{{path = "data/train"}}]': {error}"""
+        ) from error
+
+
+def _entry(table: Any, name: str, key: str, path: str) -> Any:
+    """The list or table called `name` in `table`, made if it is not there."""
+    if isinstance(table, list) or name.isdigit():
+        entry = table[_index(table, name, key)]
+    else:
+        entry = table.setdefault(name, {})
+    if not isinstance(entry, (dict, list)):
+        raise ConfigError(f"cannot set {key}: {path} = {_short(entry)} is a value, not a table")
+    return entry
+
+
+def _index(entries: Any, name: str, key: str) -> int:
+    if name.isdigit() and int(name) < len(entries):
+        return int(name)
+    raise ConfigError(
+        f"cannot set {key}: the list has {len(entries)} entries, counted from 0; "
+        f"{name!r} is none of them"
+    )
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _copy(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copy(v) for v in value]
+    return value
+
+
+def _short(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,339 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell.config import GRPO, SFT, Pretrain, Run
+from stepwell.schema import dotted_keys
+from stepwell.types import ConfigError
+
+
+def refusal(values=None, **overrides) -> str:
+    """The message with which a run is refused; keys of `overrides` have __ for a dot."""
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    with pytest.raises(ConfigError) as error:
+        Run.parse(values or {}, dotted)
+    return str(error.value)
+
+
+# Round trips
+
+
+floats = st.floats(min_value=1e-12, max_value=1e12, allow_nan=False)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+optional_texts = st.none() | texts
+positive = st.integers(1, 2**40)
+sources = st.lists(st.fixed_dictionaries({"path": texts, "weight": floats}), max_size=3)
+methods = st.one_of(
+    st.just({"kind": "pretrain"}),
+    st.fixed_dictionaries(
+        {"kind": st.just("sft")}, optional={"epochs": floats, "max_rows": positive}
+    ),
+    st.fixed_dictionaries(
+        {"kind": st.just("grpo")},
+        optional={
+            "group_size": st.integers(2, 64),
+            "temperature": floats,
+            "advantage": st.sampled_from(["std", "none"]),
+            "clip_low": st.floats(0, 1),
+        },
+    ),
+)
+runs = st.fixed_dictionaries(
+    {"method": methods},
+    optional={
+        "name": texts,
+        "dir": texts,
+        "model": st.fixed_dictionaries(
+            {},
+            optional={
+                "vocab_size": positive,
+                "norm_eps": floats,
+                "rope_scaling": st.fixed_dictionaries({}, optional={"factor": st.floats(1, 64)}),
+                "init": texts,
+                "tied": st.booleans(),
+            },
+        ),
+        "data": st.fixed_dictionaries({"sources": sources}, optional={"tokenizer": texts}),
+        "optim": st.fixed_dictionaries({"lr": floats, "eps": floats}),
+        "log": st.fixed_dictionaries({"tensorboard": st.booleans()}),
+    },
+)
+
+
+@settings(derandomize=True)
+@given(runs)
+def test_a_saved_run_reloads_equal(tmp_path_factory, values):
+    run = Run.parse(values)
+    path = tmp_path_factory.getbasetemp() / "run.toml"
+    run.save(path)
+    assert Run.load(path) == run
+    assert type(Run.load(path).method) is type(run.method)
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "run.toml"
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        Run().save(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_run_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Run().name = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Overrides
+
+
+def test_overrides_are_read_as_what_their_key_holds(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text('name = "a"\n[data]\nsources = [{path = "x"}]\n')
+    run = Run.load(
+        path,
+        {
+            "name": "7",
+            "optim.lr": "3e-4",
+            "layout.compile": "true",
+            "data.sources.0.path": "y",
+            "data.decay_sources": "[]",
+            "model.init": "none",
+            "model.rope_scaling.factor": "32",
+            "method.kind": "grpo",
+            "method.advantage": "none",
+            "train.steps": "20",
+        },
+    )
+    assert run.name == "7"
+    assert run.optim.lr == 3e-4
+    assert run.layout.compile is True
+    assert run.data.sources[0].path == "y"
+    assert run.data.decay_sources == ()
+    assert run.model.init is None
+    assert run.model.rope_scaling is not None
+    assert run.model.rope_scaling.factor == 32
+    assert run.method == GRPO(advantage="none")
+    assert run.train.steps == 20
+
+
+def test_none_removes_an_optional_section():
+    run = Run.parse({"model": {"rope_scaling": {"factor": 8.0}}}, {"model.rope_scaling": "none"})
+    assert run.model.rope_scaling is None
+
+
+def test_overrides_leave_the_given_values_alone():
+    values = {"data": {"sources": [{"path": "x"}]}}
+    Run.parse(values, {"data.sources.0.path": "y", "optim.lr": 1.0})
+    assert values == {"data": {"sources": [{"path": "x"}]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [({}, Pretrain), ({"kind": "sft"}, SFT), ({"kind": "grpo"}, GRPO)],
+)
+def test_method_kind_chooses_the_section(values, kind):
+    assert type(Run.parse({"method": values} if values else {}).method) is kind
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"name.x": "1"}, "cannot set name.x: name = 'a' is a value, not a table"),
+        ({"data.sources.1.path": "x"}, "the list has 1 entries, counted from 0; '1' is none"),
+        ({"data.decay_sources.0.path": "x"}, "the list has 0 entries"),
+        ({"data.sources": "x.bin"}, "written as TOML, e.g. '[{path = "),
+    ],
+)
+def test_an_override_that_leads_nowhere(override, message):
+    with pytest.raises(ConfigError) as error:
+        Run.parse({"name": "a", "data": {"sources": [{"path": "x"}]}}, override)
+    assert message in str(error.value)
+
+
+# Unknown keys, broken values, broken files
+
+
+@pytest.mark.parametrize(
+    ("values", "unknown", "meant"),
+    [
+        ({"nmae": "x"}, "nmae", "name"),
+        ({"lr": 1e-3}, "lr", "optim.lr"),
+        ({"optim": {"lrr": 1e-3}}, "optim.lrr", "optim.lr"),
+        ({"optim": {"schedule": {"warmup": 3}}}, "optim.schedule.warmup", None),
+        ({"method": {"kind": "grpo", "group_szie": 4}}, "method.group_szie", "method.group_size"),
+        ({"model": {"rope_scaling": {"factr": 8}}}, None, "model.rope_scaling.factor"),
+        ({"data": {"sources": [{"pth": "x"}]}}, "data.sources.0.pth", "data.sources.0.path"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(values, unknown, meant):
+    message = refusal(values)
+    if unknown:
+        assert f"unknown key {unknown!r}" in message
+    assert f"did you mean '{meant or 'optim.schedule.warmup_steps'}'?" in message
+
+
+def test_every_key_with_a_typing_slip_is_found_again():
+    for key, _ in dotted_keys(Run):
+        kind = {"epochs": "sft", "max_rows": "sft"}.get(key.rpartition(".")[2], "grpo")
+        slip = key[:-1]
+        message = refusal({"method": {"kind": kind}}, **{slip.replace(".", "__"): 1})
+        assert f"unknown key {slip!r} (did you mean '" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, grpo"),
+        ({"method": {"kind": "grop"}}, "did you mean 'grpo'?"),
+        ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft, grpo"),
+        ({"train": {"steps": 0}}, "train.steps = 0: Input should be greater than 0"),
+        ({"train": {"steps": "ten"}}, "train.steps = 'ten'"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr = nan: Input should be a finite number"),
+        ({"optim": {"lr": float("inf")}}, "optim.lr = inf"),
+        ({"optim": {"kind": "adam"}}, "optim.kind = 'adam': Input should be 'adamw' or 'muon'"),
+        ({"data": {"sources": [{}]}}, "data.sources.0.path is missing"),
+    ],
+)
+def test_a_broken_value_is_named(values, message):
+    assert message in refusal(values)
+
+
+def test_every_problem_is_listed():
+    message = refusal({"train": {"steps": 0}, "model": {"head_dim": 3}, "nmae": 1})
+    assert message.startswith("the configuration is not valid:")
+    assert len(message.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"steps = ", "is not valid TOML"),
+        (b"name = '\xff'", "is not UTF-8"),
+        (b"[train]\nsteps = 0", "recipe.toml is not valid:\n  train.steps = 0"),
+    ],
+)
+def test_a_broken_recipe(tmp_path, content, message):
+    path = tmp_path / "recipe.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        Run.load(path)
+    assert message in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_recipe(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read the recipe .*: No such file"):
+        Run.load(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="cannot read the recipe .*: Is a directory"):
+        Run.load(tmp_path)
+
+
+# Rules between fields: the value, the rule and the nearest legal value
+
+
+RULES = [
+    (
+        {"model.num_heads": 9, "model.num_kv_heads": 4},
+        ["model.num_kv_heads=4", "divide model.num_heads=9", "nearest that does is 3"],
+        {"model.num_kv_heads": 3},
+    ),
+    ({"model.head_dim": 63}, ["model.head_dim=63", "even", "64"], {"model.head_dim": 64}),
+    (
+        {"model.qk_norm": True},
+        ["model.qk_norm=True", "'llama'", "set qk_norm=False"],
+        {"model.qk_norm": False},
+    ),
+    (
+        {"model.family": "qwen3"},
+        ["model.qk_norm=False", "'qwen3'", "set qk_norm=True"],
+        {"model.qk_norm": True},
+    ),
+    (
+        {"model.family": "qwen2"},
+        ["model.qkv_bias=False", "'qwen2'", "set qkv_bias=True"],
+        {"model.qkv_bias": True},
+    ),
+    (
+        {"model.sliding_window": 128},
+        ["model.sliding_window=128", "'llama'", "mistral", "leave it out"],
+        {"model.sliding_window": None},
+    ),
+    (
+        {"model.rope_scaling.low_freq_factor": 4.0},
+        ["low_freq_factor=4.0", "below high_freq_factor=4.0", "1 and 4"],
+        {"model.rope_scaling.low_freq_factor": 1.0},
+    ),
+    ({"layout.dp_shard": 0}, ["dp_shard=0", "positive", "nearest is 1"], {"layout.dp_shard": 1}),
+    ({"layout.dp_shard": -2}, ["dp_shard=-2", "nearest is -1"], {"layout.dp_shard": -1}),
+    (
+        {"guard.min_history": 65},
+        ["guard.min_history=65", "guard.window=64", "nearest legal value is 64"],
+        {"guard.min_history": 64},
+    ),
+    (
+        {
+            "train.steps": 10,
+            "optim.schedule.warmup_steps": 8,
+            "optim.schedule.decay_steps": 4,
+        },
+        ["warmup_steps=8", "decay_steps=4", "exceed train.steps=10", "train.steps to 12"],
+        {"train.steps": 12},
+    ),
+    (
+        {"optim.schedule.kind": "cosine", "optim.schedule.decay_steps": 4},
+        ["decay_steps=4", "'wsd'", "'cosine'", "leave it at 0"],
+        {"optim.schedule.decay_steps": 0},
+    ),
+    (
+        {"data.decay_sources": [{"path": "best"}]},
+        ["decay_sources (1 given)", "decay_steps=0", "decay_steps to 1 or more"],
+        {"optim.schedule.decay_steps": 1},
+    ),
+    (
+        {"data.seq_len": 4096},
+        ["data.seq_len=4096", "model.max_seq_len=2048", "nearest legal value is 2048"],
+        {"data.seq_len": 2048},
+    ),
+    (
+        {"precision.param": "fp64"},
+        ["precision.param='fp64'", "precision.compute='fp64'", "not 'bf16'"],
+        {"precision.compute": "fp64"},
+    ),
+    (
+        {"train.global_batch_rows": 32, "layout.dp_replicate": 3},
+        ["global_batch_rows=32", "multiple of layout.dp_replicate=3", "nearest is 33"],
+        {"train.global_batch_rows": 33},
+    ),
+    (
+        {"method.kind": "grpo", "method.max_new_tokens": 512},
+        ["max_new_tokens=512", "data.seq_len=512", "below 512", "above 512"],
+        {"data.seq_len": 513},
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "named", "remedy"), RULES)
+def test_a_rule_between_fields(overrides, named, remedy):
+    with pytest.raises(ConfigError) as error:
+        Run.parse({}, overrides)
+    for part in named:
+        assert part in str(error.value)
+    Run.parse({}, overrides | remedy)
+
+
+def test_reading_and_checking_a_run_imports_no_torch(tmp_path):
+    path = Path(tmp_path / "recipe.toml")
+    path.write_text("[model]\nnum_kv_heads = 3\n")
+    code = (
+        "import sys; from stepwell.config import Run; from stepwell.types import ConfigError\n"
+        f"try: Run.load({str(path)!r})\n"
+        "except ConfigError as error: print(error)\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "nearest that does is 2" in done.stdout
