@@ -78,3 +78,17 @@ def concat(batches: Sequence[Batch]) -> Batch:
         sample_ids=tuple(i for b in batches for i in b.sample_ids),
         extra={name: torch.cat([b.extra[name] for b in batches]) for name in first.extra},
     )
+
+
+def padding(num_rows: int, length: int, extra: dict[str, Tensor] | None = None) -> Batch:
+    """Rows of nothing: no documents, no loss. `extra` names further streams to fill with zeros."""
+    zeros_BT = torch.zeros(num_rows, length, dtype=torch.int64)
+    return Batch(
+        tokens_BT=zeros_BT,
+        targets_BT=zeros_BT,
+        weights_BT=zeros_BT.float(),
+        positions_BT=zeros_BT,
+        docs_BT=torch.full((num_rows, length), -1, dtype=torch.int32),
+        sample_ids=(-1,) * num_rows,
+        extra={k: zeros_BT.to(v.dtype) for k, v in (extra or {}).items()},
+    )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stepwell.models.layers import upcast
 
@@ -41,19 +42,23 @@ def token_stats(
     Entropy and mean logit are zero, without gradient, unless asked for. Differentiable in
     hidden_ND and weight_VD.
     """
-    return TokenStats(
-        *_TokenStats.apply(
-            hidden_ND,
-            weight_VD,
-            targets_N,
-            chunk_tokens,
-            keep_logits,
-            inverse_temperature,
-            with_entropy,
-            with_mean,
-            compiled,
-        )
+    N = hidden_ND.shape[0]
+    if compiled:  # one shape for every chunk: the compiled code is then built once
+        missing = -N % chunk_tokens
+        hidden_ND = F.pad(hidden_ND, (0, 0, 0, missing))
+        targets_N = F.pad(targets_N, (0, missing))
+    stats = _TokenStats.apply(
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        chunk_tokens,
+        keep_logits,
+        inverse_temperature,
+        with_entropy,
+        with_mean,
+        compiled,
     )
+    return TokenStats(*(value[:N] for value in stats))
 
 
 def _chunk_stats(

@@ -121,9 +121,14 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         cu_seqlens: Tensor,
         targets_BT: Tensor | None = None,
+        active_M: Tensor | None = None,
         options: ForwardOptions = ForwardOptions(),
     ) -> TokenOutputs:
-        """Raises ValueError if a need is unknown or targets are missing for log-probabilities."""
+        """active_M: int64 indices into the N tokens whose output distribution is wanted; the
+        others are never computed and read as zero (None: all N).
+
+        Raises ValueError if a need is unknown or targets are missing for log-probabilities.
+        """
         unknown = options.needs - {f.rsplit("_", 1)[0] for f in TokenOutputs._fields}
         if unknown:
             raise ValueError(f"unknown needs {sorted(unknown)}; known: {TokenOutputs._fields}")
@@ -138,10 +143,13 @@ class Decoder(nn.Module):
         if options.needs & {"logprobs", "lse", "entropy", "mean_logit"}:
             if targets_BT is None:
                 raise ValueError("log-probabilities need targets_BT")
+            hidden_MD, targets_M = x_BTD.flatten(0, 1), targets_BT.flatten()
+            if active_M is not None:
+                hidden_MD, targets_M = hidden_MD[active_M], targets_M[active_M]
             stats = token_stats(
-                x_BTD.flatten(0, 1),
+                hidden_MD,
                 self.head_weight,
-                targets_BT.flatten(),
+                targets_M,
                 chunk_tokens=options.chunk_tokens,
                 keep_logits=options.keep_logits,
                 inverse_temperature=1.0 / options.temperature,
@@ -149,11 +157,11 @@ class Decoder(nn.Module):
                 with_mean="mean_logit" in options.needs,
                 compiled=options.compiled,
             )
-            outputs = {
-                f"{name}_BT": value.view(B, T)
-                for name, value in stats._asdict().items()
-                if name in options.needs
-            }
+            for name, value in stats._asdict().items():
+                if name in options.needs:
+                    if active_M is not None:
+                        value = value.new_zeros(B * T).index_put((active_M,), value)
+                    outputs[f"{name}_BT"] = value.view(B, T)
         if "hidden" in options.needs:
             outputs["hidden_BTD"] = x_BTD
         if "logits" in options.needs:

@@ -1,0 +1,297 @@
+"""The engine: one model on any mesh, behind five verbs.
+
+B rows, T tokens a row. Layouts, precision and accumulation live in here; a training method is a
+flat loop that calls `forward_backward` and `optim_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from stepwell import generate as sampler
+from stepwell.config import Run
+from stepwell.data.batch import Batch, padding
+from stepwell.models.decode import DecodeWeights
+from stepwell.models.transformer import Decoder, ForwardOptions, TokenOutputs, init_rule
+from stepwell.parallel.apply import parallelize
+from stepwell.parallel.fsdp import DTYPES, set_gradient_sync
+from stepwell.parallel.init import init_parameters
+from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
+from stepwell.train import checkpoint
+from stepwell.train.guard import Guard
+from stepwell.train.losses import Loss
+from stepwell.train.optim import build_optimizer, clip, grad_norm, lr_fraction, set_lr
+from stepwell.types import CheckpointError, Completion, TrainingError
+
+KEEP_LOGITS_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one forward-backward pass saw, over the whole global batch.
+
+    loss: the minimised value. metrics: means over their own counts. num_tokens: tokens that were
+    processed (padding not counted); num_loss_tokens: those with a weight.
+    """
+
+    loss: float
+    metrics: dict[str, float]
+    num_tokens: int
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """step: number of the step just taken, from 1. grad_norm: before clipping."""
+
+    step: int
+    grad_norm: float
+    lr: float
+    skipped: bool
+    reason: str = ""
+
+
+class Engine:
+    """Builds the run's model on the meta device, lays it out, and initialises or loads it.
+
+    weights: (global name, full tensor) pairs to start from; None draws them from the seed.
+    mesh: an already joined mesh; None joins the one that the environment announces.
+    Raises ConfigError for an impossible layout and CheckpointError for weights that don't fit.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self.run = run
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.mesh = mesh or init_distributed(run.layout, device_type)
+        if run.layout.deterministic:
+            torch.use_deterministic_algorithms(True)
+        with torch.device("meta"):
+            decoder = Decoder(run.model).to(DTYPES[run.precision.param])
+        self.decoder = parallelize(decoder, self.mesh, run.layout, run.precision)
+        if weights is None:
+            init_parameters(self.decoder, run.train.seed, lambda n, _: init_rule(run.model, n))
+        else:
+            self.load_weights(weights)
+        self.optimizer = build_optimizer(self.decoder.named_parameters(), run.optim)
+        self.guard = Guard(run.guard)
+        self.step = 0
+        self.updates = 0
+        self._last_loss: float | None = None
+        self._decode_weights: tuple[int, DecodeWeights] | None = None
+
+    # --- training ----------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+        """Adds the gradient of sum_k sums[k] / denominator[k] over the global batch.
+
+        batch: this rank's rows; a rank may have fewer rows than another, or none.
+        """
+        denominators = self._global_counts(loss.denominators(batch))
+        micro_batches = self._micro_batches(batch)
+        value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        metrics: dict[str, Tensor] = {}
+        for i, micro in enumerate(micro_batches):
+            set_gradient_sync(self.decoder, i == len(micro_batches) - 1)
+            outputs = self._forward(micro, loss.needs)
+            sums, seen = loss.fn(outputs, micro.to(self.mesh.device))
+            objective = sum(
+                (total / (denominators[name] or 1.0) for name, total in sums.items()),
+                start=torch.zeros((), device=self.mesh.device),
+            )
+            objective.backward()
+            value += objective.detach()
+            for name, (total, count) in seen.items():
+                pair = torch.stack([total.detach().double(), count.detach().double()])
+                metrics[name] = metrics[name] + pair if name in metrics else pair
+        return self._stats(batch, value, metrics)
+
+    def optim_step(self) -> StepInfo:
+        """Clips, judges, steps and clears the gradients. A step that the guard refuses leaves
+        weights and optimiser state bit-unchanged. Raises TrainingError after too many of them."""
+        if self._last_loss is None:
+            raise TrainingError("optim_step() needs forward_backward() before it")
+        optim = self.run.optim
+        fraction = lr_fraction(optim.schedule, self.step, self.run.train.steps)
+        set_lr(self.optimizer, fraction)
+        parameters = list(self.decoder.parameters())
+        norm = grad_norm(parameters)
+        verdict = self.guard.judge(self._last_loss, norm)
+        if verdict.ok:
+            clip(parameters, optim.clip_norm, norm)
+            self.optimizer.step()
+            self.updates += 1
+        self.optimizer.zero_grad()
+        self._last_loss = None
+        self.step += 1
+        return StepInfo(self.step, norm, optim.lr * fraction, not verdict.ok, verdict.reason)
+
+    # --- scoring and sampling ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """log p(target) (B, T) in float32 on the CPU; zero where the batch has no weight."""
+        needs = frozenset({"logprobs"})
+        rows = []
+        for micro in self._micro_batches(batch):
+            found = self._forward(micro, needs, temperature).logprobs_BT
+            assert found is not None
+            rows.append(found.float().cpu())
+        return torch.cat(rows)[: batch.num_rows]
+
+    def generate(
+        self, requests: Sequence[sampler.Request], sampling: sampler.Sampling
+    ) -> list[Completion]:
+        """Answers to this rank's requests, in their order. Every rank must call it together."""
+        if self._decode_weights is None or self._decode_weights[0] != self.updates:
+            state = self.full_state_dict(DTYPES[self.run.precision.compute])
+            packed = DecodeWeights.pack(self.run.model, state, DTYPES[self.run.precision.compute])
+            self._decode_weights = (self.updates, packed)
+        return sampler.generate(
+            self._decode_weights[1], requests, sampling, policy_version=self.updates
+        )
+
+    # --- state -------------------------------------------------------------------------------
+
+    def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Global name -> full tensor (a copy, on the CPU unless training is elsewhere)."""
+        return dict(self.iter_state(dtype))
+
+    @torch.no_grad()
+    def iter_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """One full parameter at a time. Every rank must run through it together."""
+        for name, parameter in self.decoder.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, full.detach().to(dtype or full.dtype, copy=True)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies full tensors into the (sharded) parameters; strict both ways."""
+        parameters = dict(self.decoder.named_parameters())
+        missing = set(parameters)
+        for name, tensor in weights:
+            if name not in parameters:
+                raise CheckpointError(f"the weights have {name!r}, which the model has not")
+            parameter = parameters[name]
+            if tuple(tensor.shape) != tuple(parameter.shape):
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)} in the weights but "
+                    f"{tuple(parameter.shape)} in the model"
+                )
+            value = tensor.to(parameter.device, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(
+                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.copy_(value)
+            missing.discard(name)
+        if missing:
+            raise CheckpointError(f"the weights lack {sorted(missing)[:5]}")
+        self._decode_weights = None
+
+    def save(self, path: str | Path, extra: dict[str, Any]) -> checkpoint.SaveHandle:
+        """Writes weights, optimiser, step, guard and `extra` (JSON-able), sharded and atomically.
+
+        Returns at once when checkpoint.asynchronous is on; `.wait()` ends it.
+        """
+        state = {
+            "step": self.step,
+            "updates": self.updates,
+            "guard": self.guard.state(),
+            "optim": self.optimizer.hyperparameters(),
+            "model": self.run.model.model_dump(exclude_none=True, exclude={"init"}),
+            "extra": extra,
+        }
+        return checkpoint.save_checkpoint(
+            Path(path),
+            dict(self.decoder.named_parameters()),
+            self.optimizer.state_dict(),
+            state,
+            self.mesh,
+            asynchronous=self.run.checkpoint.asynchronous,
+        )
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Restores what `save` wrote, under any layout; returns `extra`."""
+        state = checkpoint.load_checkpoint(
+            Path(path),
+            dict(self.decoder.named_parameters()),
+            self.optimizer.state_dict(),
+            self.mesh,
+            model=self.run.model.model_dump(exclude_none=True, exclude={"init"}),
+        )
+        self.optimizer.load_hyperparameters(state["optim"])
+        self.guard.load(state["guard"])
+        self.step, self.updates = state["step"], state["updates"]
+        self._decode_weights = None
+        return state["extra"]
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _forward(
+        self, micro: Batch, needs: frozenset[str], temperature: float = 1.0
+    ) -> TokenOutputs:
+        dtype = DTYPES[self.run.precision.compute]
+        active = micro.weights_BT.flatten().nonzero().flatten()
+        num_tokens = micro.tokens_BT.numel()
+        loss = self.run.loss
+        fits = active.numel() * self.run.model.vocab_size * dtype.itemsize <= KEEP_LOGITS_BYTES
+        options = ForwardOptions(
+            needs=needs,
+            dtype=dtype,
+            chunk_tokens=loss.chunk_tokens,
+            keep_logits=fits if loss.keep_logits == "auto" else loss.keep_logits == "always",
+            temperature=temperature,
+            compiled=self.run.layout.compile,
+        )
+        cu_seqlens = micro.cu_seqlens()
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        device = self.mesh.device
+        return self.decoder(
+            micro.tokens_BT.to(device),
+            micro.positions_BT.to(device),
+            cu_seqlens.to(device),
+            micro.targets_BT.to(device),
+            None if active.numel() == num_tokens else active.to(device),
+            options,
+        )
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        """This rank's rows in pieces; as many on every rank, so that collectives match."""
+        size = self.run.train.micro_batch_rows
+        pieces = [batch.rows(i, i + size) for i in range(0, batch.num_rows, size)]
+        wanted = int(all_reduce_max(torch.tensor(len(pieces)), self.mesh))
+        if wanted == 0:
+            raise TrainingError("the batch has no rows on any rank")
+        while len(pieces) < wanted:
+            pieces.append(padding(1, batch.tokens_BT.shape[1], batch.extra))
+        return pieces
+
+    def _global_counts(self, counts: dict[str, float]) -> dict[str, float]:
+        names = sorted(counts)
+        local = torch.tensor([counts[name] for name in names], dtype=torch.float64)
+        return dict(zip(names, all_reduce_sum(local, self.mesh).tolist(), strict=True))
+
+    def _stats(self, batch: Batch, value: Tensor, metrics: dict[str, Tensor]) -> Stats:
+        names = sorted(metrics)
+        counts = [(batch.docs_BT >= 0).sum().item(), (batch.weights_BT != 0).sum().item()]
+        head = torch.tensor([value.item(), *counts], dtype=torch.float64)
+        pairs = [metrics[name].cpu() for name in names]
+        total = all_reduce_sum(torch.cat([head, *pairs]), self.mesh)
+        self._last_loss = total[0].item()
+        means = {
+            name: (total[3 + 2 * i] / total[4 + 2 * i]).item() if total[4 + 2 * i] else 0.0
+            for i, name in enumerate(names)
+        }
+        return Stats(self._last_loss, means, int(total[1]), int(total[2]))

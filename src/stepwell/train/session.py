@@ -1,0 +1,219 @@
+"""What every training loop does around its steps: the run's folder, resuming, logging, saving,
+and stopping on a signal."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepwell import hardware
+from stepwell.config import Run
+from stepwell.data.batch import Batch
+from stepwell.metrics import RunLog
+from stepwell.models.flops import attended_seq_len, flops_per_token
+from stepwell.parallel.mesh import (
+    all_gather_objects,
+    all_reduce_max,
+    all_reduce_sum,
+    barrier,
+    broadcast_object,
+)
+from stepwell.train import checkpoint
+from stepwell.train.engine import Engine, Stats, StepInfo
+from stepwell.types import ConfigError, Interrupted
+
+# What may change between a run and its continuation without changing what is computed.
+FREE_SECTIONS = ("name", "log", "checkpoint", "layout")
+FREE_KEYS = ("train.micro_batch_rows", "train.log_every", "train.eval_every")
+
+
+class Session:
+    """An engine in a run's folder.
+
+    extra: what the loop saved with the last checkpoint (its data position), None at the start.
+    """
+
+    def __init__(self, run: Run, engine: Engine, log: RunLog, extra: dict[str, Any] | None):
+        self.run, self.engine, self.log = run, engine, log
+        self.dir = Path(run.dir)
+        self.extra = extra
+        self.signalled: int | None = None
+        self._saving: checkpoint.SaveHandle | None = None
+        self._last_saved = engine.step
+        device = hardware.detect()
+        peak, self.peak_source = hardware.peak_flops_per_s(device, run.precision.compute)
+        self.peak_flops_per_s = peak * engine.mesh.world
+        self._mark = time.perf_counter()
+
+    @property
+    def finished(self) -> bool:
+        return self.engine.step >= self.run.train.steps
+
+    def record(
+        self, batch: Batch, stats: Stats, info: StepInfo, more: dict[str, float] | None = None
+    ) -> None:
+        """Logs one step. batch: this rank's rows of it."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        mesh = self.engine.mesh
+        local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64)
+        flops = all_reduce_sum(local, mesh).item()
+        if info.skipped:
+            ids = [i for part in all_gather_objects(batch.sample_ids, mesh) for i in part]
+            self.log.event("skip", info.step, reason=info.reason, sample_ids=ids)
+        if info.step % self.run.train.log_every and not self.finished:
+            return
+        self.log.log(
+            info.step,
+            {
+                "train/loss": stats.metrics.get("loss", stats.loss),
+                "train/objective": stats.loss,
+                **{f"train/{k}": v for k, v in stats.metrics.items() if k != "loss"},
+                "train/grad_norm": info.grad_norm,
+                "train/lr": info.lr,
+                "train/skipped": int(info.skipped),
+                "train/tokens": stats.num_tokens,
+                "train/loss_tokens": stats.num_loss_tokens,
+                "time/step_s": seconds,
+                "speed/tokens_per_s": stats.num_tokens / seconds,
+                "speed/mfu": flops / seconds / self.peak_flops_per_s,
+                **(more or {}),
+            },
+        )
+
+    def pause(self) -> None:
+        """Leaves the time since the last step out of the next one (evaluation, first batch)."""
+        self._mark = time.perf_counter()
+
+    def after_step(self, extra: dict[str, Any]) -> None:
+        """Saves when a checkpoint is due. Raises Interrupted after a signal, with all saved."""
+        step = self.engine.step
+        flag = torch.tensor(self.signalled or 0)
+        stop = int(all_reduce_max(flag, self.engine.mesh))
+        due = step % self.run.checkpoint.every_steps == 0 or self.finished or stop
+        if due and step != self._last_saved:
+            self.save(extra)
+        if stop and not self.finished:
+            self.wait()
+            self.log.event("interrupted", step, signal=signal.Signals(stop).name)
+            raise Interrupted(
+                f"stopped at step {step} of {self.run.train.steps} and saved; "
+                "the same command goes on from there"
+            )
+
+    def save(self, extra: dict[str, Any]) -> None:
+        self.wait()
+        step = self.engine.step
+        self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
+        self._last_saved = step
+
+    def wait(self) -> None:
+        """Until the checkpoint under way is complete; then old ones are removed."""
+        if self._saving is None:
+            return
+        self._saving.wait()
+        self._saving = None
+        barrier(self.engine.mesh)
+        if self.engine.mesh.is_main:
+            keep = self.run.checkpoint
+            checkpoint.prune(self.dir, keep.keep_last, keep.keep_best)
+
+
+@contextmanager
+def open_session(
+    run: Run, weights: Iterable[tuple[str, Tensor]] | None = None, console: bool = True
+) -> Iterator[Session]:
+    """Starts the run, or goes on from its last checkpoint. The first SIGINT or SIGTERM lets the
+    step end and saves; a second one stops at once.
+
+    Raises ConfigError if the folder holds a different run.
+    """
+    engine = Engine(run, weights)
+    folder, mesh = Path(run.dir), engine.mesh
+    latest = broadcast_object(checkpoint.latest(folder) if mesh.is_main else None, mesh)
+    extra = None
+    if mesh.is_main:
+        claim_folder(run, resuming=latest is not None)
+    barrier(mesh)
+    if latest is not None:
+        extra = engine.load(latest)
+    elif run.checkpoint.branch_from:
+        extra = engine.load(run.checkpoint.branch_from)
+    log = RunLog(
+        folder,
+        run.log,
+        rank=mesh.rank,
+        last_step=engine.step,
+        num_steps=run.train.steps,
+        name=run.name,
+        console=console,
+        settings=run.model_dump(),
+    )
+    session = Session(run, engine, log, extra)
+    if extra is not None and not session.finished:
+        log.event("resume", engine.step, checkpoint=str(latest or run.checkpoint.branch_from))
+
+    def on_signal(number: int, _frame: Any) -> None:
+        if session.signalled is not None:
+            raise KeyboardInterrupt
+        session.signalled = number
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield session
+        session.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        log.close()
+
+
+def claim_folder(run: Run, resuming: bool) -> None:
+    """Writes run.toml; refuses a folder whose checkpoints belong to a different run."""
+    path = Path(run.dir) / "run.toml"
+    if path.exists() and resuming:
+        changed = differing_keys(Run.load(path), run)
+        if changed:
+            raise ConfigError(
+                f"{run.dir} holds checkpoints of a run with other settings "
+                f"({', '.join(changed)}); choose another dir, or --fresh to start over"
+            )
+    run.save(path)
+
+
+def differing_keys(old: Run, new: Run) -> list[str]:
+    """Dotted keys in which two runs differ, but for those that don't change what is computed."""
+    a, b = (flat_keys(r.model_dump(exclude=set(FREE_SECTIONS))) for r in (old, new))
+    keys = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
+    return [k for k in keys if k not in FREE_KEYS]
+
+
+def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flat_keys(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def step_flops(run: Run, batch: Batch) -> float:
+    """Model FLOPs of one step on these rows: attention within documents, the head only where a
+    loss is taken, backward twice the forward, no recomputation."""
+    num_tokens = int((batch.docs_BT >= 0).sum())
+    if num_tokens == 0:
+        return 0.0
+    borders = batch.cu_seqlens()
+    lengths = (borders[1:] - borders[:-1]).tolist()
+    per_token = flops_per_token(run.model, attended_seq_len(lengths))
+    loss_tokens = int((batch.weights_BT != 0).sum())
+    body = num_tokens * (per_token.blocks + per_token.attention)
+    return 3 * (body + loss_tokens * per_token.head)
