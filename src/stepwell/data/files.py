@@ -1,0 +1,103 @@
+"""Files and folders that are whole or absent: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stepwell.types import DataError
+
+
+@contextmanager
+def new_folder(target: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `target` that takes its name when the block ends without error;
+    otherwise it is removed. Raises DataError if `target` exists, or for a full or locked disk."""
+    target = Path(target)
+    temporary = begin_folder(target)
+    try:
+        with clean_disk_errors(target):
+            yield temporary
+            finish_folder(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def begin_folder(target: Path) -> Path:
+    if target.exists():
+        raise DataError(f"{target} exists already; remove it or choose another name")
+    with clean_disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target)
+        temporary = temporary_name(target)
+        temporary.mkdir()
+    return temporary
+
+
+def finish_folder(temporary: Path, target: Path) -> None:
+    sync(temporary)
+    os.rename(temporary, target)
+    sync(target.parent)
+
+
+@contextmanager
+def new_file(target: str | Path) -> Iterator[Path]:
+    """A temporary path beside `target`, which it replaces when the block ends without error."""
+    target = Path(target)
+    temporary = temporary_name(target)
+    try:
+        with clean_disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(target)
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, target)
+            sync(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def clean_disk_errors(target: Path) -> Iterator[None]:
+    """Turns an OSError (a full disk, no permission) into a DataError that names the target."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {target}: {error.strerror or error}; nothing was kept of it"
+        ) from error
+
+
+def temporary_name(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp{os.getpid()}")
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes what killed processes left under temporary names."""
+    prefix = f".{target.name}.tmp"
+    for path in target.parent.glob(f"{prefix}*"):
+        pid = path.name.removeprefix(prefix)
+        if pid.isdecimal() and int(pid) != os.getpid() and not _is_running(int(pid)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,406 @@
+"""Token stores: tokenised documents in flat, memory-mapped files with a manifest.
+
+A store is a folder: `tokens-00000.bin` (uint16 or uint32 by vocabulary size), `docs-00000.idx`
+(uint64: where each document starts in its shard, then the shard's length), optionally
+`mask-00000.bin` (uint8, 1 where a token is trained on), and `manifest.json` with the sizes and
+sha256 of all of them. Documents never cross shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from stepwell.data.files import begin_folder, clean_disk_errors, finish_folder, sync
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import DataError, Document, Dropped
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SHARD_TOKENS = 1 << 28
+READ_BYTES = 1 << 22
+
+
+class StoreWriter:
+    """Writes a store. As a context manager it closes at the end and leaves nothing on an error.
+
+    Raises DataError for an existing folder, a full disk, ids outside the vocabulary, and a mask
+    whose length differs from its document's.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tokenizer_fingerprint: str,
+        vocab_size: int,
+        with_mask: bool = False,
+        shard_tokens: int = SHARD_TOKENS,
+    ):
+        self.folder = Path(folder)
+        self.vocab_size = vocab_size
+        self.with_mask = with_mask
+        self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        self.num_docs = 0
+        self.num_tokens = 0
+        self._fingerprint = tokenizer_fingerprint
+        self._shard_tokens = shard_tokens
+        self._shards: list[dict[str, Any]] = []
+        self._files: dict[str, dict[str, Any]] = {}
+        self._shard: _OpenShard | None = None
+        self._temporary = begin_folder(self.folder)
+        self._open = True
+
+    def add(self, ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray | None = None):
+        """Appends one document; mask: 1 for each token that is trained on."""
+        values = np.asarray(ids)
+        if values.size == 0:
+            raise DataError(f"document {self.num_docs} of {self.folder} has no tokens")
+        if values.min() < 0 or values.max() >= self.vocab_size:
+            worst = values.max() if values.max() >= self.vocab_size else values.min()
+            raise DataError(
+                f"document {self.num_docs} holds id {worst}, outside the vocabulary of "
+                f"{self.vocab_size} (ids 0 to {self.vocab_size - 1})"
+            )
+        if (mask is not None) != self.with_mask:
+            raise DataError(
+                f"document {self.num_docs} comes {'with' if mask is not None else 'without'} a "
+                f"mask, but the store was made with with_mask={self.with_mask}"
+            )
+        mask_array = None if mask is None else np.asarray(mask, dtype=np.uint8)
+        if mask_array is not None and len(mask_array) != len(values):
+            raise DataError(
+                f"document {self.num_docs} has {len(values)} tokens but a mask of "
+                f"{len(mask_array)}; they must be equal"
+            )
+        with clean_disk_errors(self.folder):
+            try:
+                self._write(values.astype(self.dtype), mask_array)
+            except OSError:
+                self.abort()
+                raise
+        self.num_docs += 1
+        self.num_tokens += len(values)
+
+    def close(self) -> None:
+        """Writes the manifest and gives the folder its name. Raises DataError for no documents."""
+        if not self._open:
+            return
+        if self.num_docs == 0:
+            self.abort()
+            raise DataError(f"no documents for the store {self.folder}; nothing was written")
+        with clean_disk_errors(self.folder):
+            try:
+                self._finish_shard()
+                self._write_manifest()
+                finish_folder(self._temporary, self.folder)
+            except OSError:
+                self.abort()
+                raise
+        self._open = False
+
+    def abort(self) -> None:
+        """Removes everything that was written."""
+        self._open = False
+        if self._shard is not None:
+            self._shard.abandon()
+            self._shard = None
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._open:
+            self.abort()
+
+    def _write(self, values: np.ndarray, mask: np.ndarray | None) -> None:
+        full = self._shard is not None and (
+            self._shard.num_tokens + len(values) > self._shard_tokens
+        )
+        if full:
+            self._finish_shard()
+        if self._shard is None:
+            self._shard = _OpenShard(self._temporary, len(self._shards), self.with_mask)
+        self._shard.add(values, mask)
+
+    def _finish_shard(self) -> None:
+        if self._shard is None:
+            return
+        shard, self._shard = self._shard, None
+        files = shard.close()
+        self._files.update(files)
+        self._shards.append(
+            {
+                "tokens": shard.num_tokens,
+                "docs": len(shard.starts) - 1,
+                "files": sorted(files),
+            }
+        )
+
+    def _write_manifest(self) -> None:
+        manifest = {
+            "format": FORMAT,
+            "dtype": self.dtype.name,
+            "vocab_size": self.vocab_size,
+            "tokenizer": self._fingerprint,
+            "num_docs": self.num_docs,
+            "num_tokens": self.num_tokens,
+            "with_mask": self.with_mask,
+            "shards": self._shards,
+            "files": self._files,
+        }
+        path = self._temporary / MANIFEST
+        path.write_text(json.dumps(manifest, indent=1), "utf-8")
+        sync(path)
+
+
+class _HashedFile:
+    def __init__(self, path: Path):
+        self.path = path
+        self._file: BinaryIO = path.open("wb", buffering=1 << 20)
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, array: np.ndarray) -> None:
+        content = np.ascontiguousarray(array).data.cast("B")
+        self._file.write(content)
+        self._hash.update(content)
+        self._num_bytes += len(content)
+
+    def close(self) -> dict[str, Any]:
+        self._file.close()
+        sync(self.path)
+        return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
+
+    def abandon(self) -> None:
+        """Closes without caring whether the last bytes reach a disk that may be full."""
+        self._file.raw.close()  # type: ignore[attr-defined]
+
+
+class _OpenShard:
+    def __init__(self, folder: Path, number: int, with_mask: bool):
+        self._tokens = _HashedFile(folder / f"tokens-{number:05d}.bin")
+        self._mask = _HashedFile(folder / f"mask-{number:05d}.bin") if with_mask else None
+        self._index_path = folder / f"docs-{number:05d}.idx"
+        self.starts = [0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.starts[-1]
+
+    def add(self, values: np.ndarray, mask: np.ndarray | None) -> None:
+        self._tokens.write(values)
+        if self._mask is not None and mask is not None:
+            self._mask.write(mask)
+        self.starts.append(self.num_tokens + len(values))
+
+    def close(self) -> dict[str, dict[str, Any]]:
+        index = _HashedFile(self._index_path)
+        index.write(np.array(self.starts, dtype=np.uint64))
+        files = [f for f in (self._tokens, self._mask, index) if f is not None]
+        return {f.path.name: f.close() for f in files}
+
+    def abandon(self) -> None:
+        for file in (self._tokens, self._mask):
+            if file is not None:
+                file.abandon()
+
+
+class TokenStore:
+    """A store that was opened for reading; its arrays are memory maps."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        self.folder = folder
+        self.manifest = manifest
+        self.num_docs: int = manifest["num_docs"]
+        self.num_tokens: int = manifest["num_tokens"]
+        self.vocab_size: int = manifest["vocab_size"]
+        self.with_mask: bool = manifest["with_mask"]
+        numbers = range(len(manifest["shards"]))
+        dtype = np.dtype(manifest["dtype"])
+        self._tokens = [np.memmap(folder / f"tokens-{n:05d}.bin", dtype, "r") for n in numbers]
+        self._starts = [
+            np.memmap(folder / f"docs-{n:05d}.idx", np.int64, "r").view(np.ndarray) for n in numbers
+        ]
+        self._masks = (
+            [np.memmap(folder / f"mask-{n:05d}.bin", np.uint8, "r") for n in numbers]
+            if self.with_mask
+            else []
+        )
+        self._first_token = _running_sum(s["tokens"] for s in manifest["shards"])
+        self._first_doc = _running_sum(s["docs"] for s in manifest["shards"])
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, tokenizer: Tokenizer | None = None, verify: bool = False
+    ) -> TokenStore:
+        """Opens a store after checking the size of each file (verify: its sha256 too).
+
+        Raises DataError for a missing or damaged store, and for one that another tokenizer made.
+        """
+        folder = Path(folder)
+        manifest = _read_manifest(folder)
+        if tokenizer is not None and tokenizer.fingerprint != manifest["tokenizer"]:
+            raise DataError(
+                f"the store {folder} was made with another tokenizer (fingerprint "
+                f"{manifest['tokenizer'][:12]}, this one is {tokenizer.fingerprint[:12]}); "
+                "tokenise the text again with this one, or use the store's own"
+            )
+        for name, expected in manifest["files"].items():
+            _check_file(folder / name, expected, verify)
+        return cls(folder, manifest)
+
+    def doc(self, i: int) -> np.ndarray:
+        """The ids of document `i`, a read-only view of dtype uint16 or uint32."""
+        shard, local = self._locate_doc(i)
+        start, stop = self._starts[shard][local : local + 2]
+        return self._tokens[shard][start:stop].view(np.ndarray)
+
+    def doc_mask(self, i: int) -> np.ndarray:
+        """The loss mask of document `i` (uint8); all ones in a store without masks."""
+        shard, local = self._locate_doc(i)
+        start, stop = self._starts[shard][local : local + 2]
+        if not self.with_mask:
+            return np.ones(int(stop - start), np.uint8)
+        return self._masks[shard][start:stop].view(np.ndarray)
+
+    def doc_lengths(self) -> np.ndarray:
+        """int64 (num_docs,): tokens of each document."""
+        return np.concatenate([np.diff(starts) for starts in self._starts])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` to `stop` of all documents strung together."""
+        return self._slice(self._tokens, start, stop)
+
+    def read_mask(self, start: int, stop: int) -> np.ndarray:
+        if not self.with_mask:
+            return np.ones(stop - start, np.uint8)
+        return self._slice(self._masks, start, stop)
+
+    def doc_starts(self, start: int, stop: int) -> np.ndarray:
+        """int64: where the documents begin that hold tokens `start` to `stop` of the stream; the
+        first one begins at or before `start`."""
+        first = _find(self._first_token, start)
+        last = _find(self._first_token, stop - 1)
+        parts = []
+        for shard in range(first, last + 1):
+            offset, starts = self._first_token[shard], self._starts[shard]
+            low = int(np.searchsorted(starts, start - offset, "right")) - 1
+            high = int(np.searchsorted(starts, stop - offset, "left"))
+            parts.append(starts[max(low, 0) : min(high, len(starts) - 1)] + offset)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _slice(self, arrays: list[np.ndarray], start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of a store of {self.num_tokens}")
+        parts = []
+        for shard in range(_find(self._first_token, start), len(arrays)):
+            offset = self._first_token[shard]
+            if offset >= stop:
+                break
+            parts.append(arrays[shard][max(start - offset, 0) : stop - offset].view(np.ndarray))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _locate_doc(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < self.num_docs:
+            raise IndexError(f"document {i} of a store of {self.num_docs}")
+        shard = _find(self._first_doc, i)
+        return shard, i - self._first_doc[shard]
+
+
+def build_store(
+    docs: Iterable[Document | Dropped],
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    batch_bytes: int = 1 << 22,
+    shard_tokens: int = SHARD_TOKENS,
+) -> TokenStore:
+    """Tokenises documents: one bos if the tokenizer uses one, the text, one eos.
+
+    Names of special tokens inside a text stay plain text. Dropped documents are passed over.
+    Raises DataError as StoreWriter does.
+    """
+    head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tail = [tokenizer.eos_id]
+    with StoreWriter(
+        folder, tokenizer.fingerprint, tokenizer.vocab_size, shard_tokens=shard_tokens
+    ) as writer:
+        for texts in _batches(docs, batch_bytes):
+            for ids in tokenizer.encode_batch(texts, special=False):
+                writer.add(np.array(head + ids + tail))
+    return TokenStore.open(folder)
+
+
+def _batches(docs: Iterable[Document | Dropped], batch_bytes: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for doc in docs:
+        if isinstance(doc, Dropped):
+            continue
+        batch.append(doc.text)
+        size += len(doc.text)
+        if size >= batch_bytes:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{folder} is not a token store: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"the manifest {path} cannot be read: {error}") from error
+    needed = {
+        "format", "dtype", "vocab_size", "tokenizer", "num_docs", "num_tokens", "with_mask",
+        "shards", "files",
+    }  # fmt: skip
+    if not isinstance(manifest, dict) or not needed <= manifest.keys():
+        raise DataError(f"the manifest {path} lacks {sorted(needed - set(manifest))}")
+    if manifest["format"] != FORMAT:
+        raise DataError(
+            f"the store {folder} has format {manifest['format']}; this version reads {FORMAT}"
+        )
+    return manifest
+
+
+def _check_file(path: Path, expected: dict[str, Any], verify: bool) -> None:
+    if not path.is_file():
+        raise DataError(f"the store is incomplete: {path} is missing")
+    num_bytes = path.stat().st_size
+    if num_bytes != expected["bytes"]:
+        raise DataError(f"{path} is damaged: {num_bytes} bytes where {expected['bytes']} belong")
+    if verify and _sha256(path) != expected["sha256"]:
+        raise DataError(f"{path} is damaged: its sha256 differs from the manifest's")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _running_sum(values: Iterable[int]) -> list[int]:
+    """[0, a, a+b, ...] without the last sum."""
+    sums = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums[:-1]
+
+
+def _find(firsts: list[int], value: int) -> int:
+    """The last of `firsts` that is at most `value`."""
+    return int(np.searchsorted(firsts, value, "right")) - 1
