@@ -3,7 +3,7 @@
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-# The build of torch for this machine. On a CUDA machine the same version brings CUDA along.
+# What pip installs torch from, e.g. TORCH="torch==2.13.0 --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
@@ -52,8 +52,9 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Stepwell needs Python 3.11 or newer: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)"
-	@echo "$(TORCH)" > .venv/constraints.txt
+	$(PIP) $(TORCH)
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+		> .venv/constraints.txt
 	@touch $@
 
 .venv/.run: pyproject.toml .venv/.torch

@@ -1,0 +1,144 @@
+"""The command line: finds the command and runs it. Nothing heavy is imported before that."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stepwell import __version__
+from stepwell.types import StepwellError, nearest
+
+
+class Command(NamedTuple):
+    """target: `module:function`; it takes the arguments after the name and returns an exit code
+    (None for 0)."""
+
+    name: str
+    summary: str
+    target: str
+
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "Start here": (
+        Command(
+            "quickstart",
+            "a small model's whole life, from raw text to a report",
+            "stepwell.quickstart:main",
+        ),
+    ),
+    "Data": (
+        Command(
+            "curate",
+            "raw documents to cleaned ones, every drop counted with its reason",
+            "stepwell.commands.curate:main",
+        ),
+        Command(
+            "tokenizer",
+            "train a byte-level BPE, and turn documents into a token store",
+            "stepwell.commands.tokenizer:main",
+        ),
+    ),
+    "Training": (
+        Command(
+            "pretrain",
+            "next-token training on token stores, from scratch or continued",
+            "stepwell.commands.training:pretrain",
+        ),
+        Command("sft", "fine-tuning on conversations", "stepwell.commands.training:sft"),
+        Command(
+            "grpo",
+            "reinforcement learning with verifiable rewards",
+            "stepwell.commands.training:grpo",
+        ),
+    ),
+    "Using a model": (
+        Command(
+            "eval",
+            "bits per byte, multiple choice and exact answers, with intervals",
+            "stepwell.commands.evaluate:main",
+        ),
+        Command("generate", "sample from a model", "stepwell.commands.generate:main"),
+        Command(
+            "export",
+            "write a checkpoint as a Hugging Face folder",
+            "stepwell.commands.export:main",
+        ),
+        Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
+    ),
+}
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code.
+
+    A StepwellError becomes its message and its exit code; any other exception is a fault of ours
+    and keeps its traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except StepwellError as error:
+        print(f"stepwell: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stepwell: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f" while writing {error.filename}" if error.filename else ""
+        print(f"stepwell: {error.strerror}{where}; free some space", file=sys.stderr)
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"stepwell {__version__}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        close = nearest(arguments[0], COMMANDS)
+        print(
+            f"stepwell: unknown command {arguments[0]!r}{close}; stepwell --help lists them",
+            file=sys.stderr,
+        )
+        return 2
+    if "STEPWELL_LAUNCHER_PID" in os.environ:
+        importlib.import_module("stepwell.launch").end_with_launcher(os.environ)
+    module, _, function = command.target.partition(":")
+    return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
+
+
+def help_text() -> str:
+    lines = [
+        f"stepwell {__version__}: trains language models through their whole life",
+        "",
+        "usage: stepwell COMMAND [recipe.toml] [--dotted.key value ...]",
+    ]
+    for group, commands in GROUPS.items():
+        lines += ["", f"{group}:"]
+        lines += [f"  {command.name:<12}{command.summary}" for command in commands]
+    lines += [
+        "",
+        "stepwell COMMAND --help describes a command and its options.",
+        "Ctrl-C saves and says how to go on; the same command goes on from there.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
