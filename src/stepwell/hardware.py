@@ -47,10 +47,11 @@ class Accelerator:
             "fp8": self.fp8_flops_per_s,
             "fp32": self.fp32_flops_per_s,
         }
-        if known.get(dtype) is None:
-            has = ", ".join(name for name, peak in known.items() if peak is not None)
+        peak = known.get(dtype)
+        if peak is None:
+            has = ", ".join(name for name, rate in known.items() if rate is not None)
             raise ConfigError(f"{self.name} has no peak for {dtype!r}; it has {has}")
-        return known[dtype]
+        return peak
 
 
 _GUIDE = "ml-engineering, compute/accelerator"

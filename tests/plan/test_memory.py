@@ -1,0 +1,203 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stepwell.config import ModelConfig, Run
+from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
+from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.plan.memory import (
+    kv_cache_bytes_per_token,
+    logits_bytes,
+    method_bytes_per_parameter,
+    nf4_bytes_per_parameter,
+    num_shards,
+    predict_memory,
+    saved_per_layer,
+    state_bytes_per_parameter,
+    zero_bytes_per_parameter,
+    zero_volume_in_parameters,
+)
+from stepwell.types import ConfigError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def run_of(rows=4, seq_len=128, micro_batches=1, compute="bf16", loss=None, layout=None, **model):
+    return Run.parse(
+        {
+            "model": model,
+            "precision": {"compute": compute},
+            "data": {"seq_len": seq_len},
+            "loss": loss or {},
+            "layout": layout or {},
+            "train": {"micro_batch_rows": rows, "global_batch_rows": rows * micro_batches},
+        }
+    )
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, stepwell.plan.memory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# --- closed forms ----------------------------------------------------------------------------
+
+
+def test_state_of_one_and_of_several_models():
+    assert state_bytes_per_parameter() == 16
+    assert state_bytes_per_parameter(trained=False) == 2
+    assert method_bytes_per_parameter("ppo") == 36
+    assert method_bytes_per_parameter("dpo") == 18
+    assert method_bytes_per_parameter("grpo") == 18
+    assert method_bytes_per_parameter("grpo", kl=False) == 16
+    with pytest.raises(ConfigError, match="unknown method 'ppi'"):
+        method_bytes_per_parameter("ppi")
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 1024])
+def test_zero_stages(n):
+    found = [zero_bytes_per_parameter(stage, n) for stage in range(4)]
+    assert found == [16, 4 + 12 / n, 2 + 14 / n, 16 / n]
+
+
+def test_zero_communication():
+    assert [zero_volume_in_parameters(stage) for stage in range(4)] == [2, 2, 2, 3]
+    assert zero_volume_in_parameters(3, reshard_after_forward=False) == 2
+    for refused in (zero_volume_in_parameters, lambda s: zero_bytes_per_parameter(s, 2)):
+        with pytest.raises(ConfigError, match="no stage 4"):
+            refused(4)
+    with pytest.raises(ConfigError, match="num_ranks=0"):
+        zero_bytes_per_parameter(1, 0)
+
+
+def test_quantised_weights_logits_and_cache():
+    assert nf4_bytes_per_parameter(64) == 0.5625
+    assert nf4_bytes_per_parameter(64, double_quantised=True) == pytest.approx(0.516, abs=5e-4)
+    assert logits_bytes(8, 1024, 151_936) / GIB == pytest.approx(4.64, abs=5e-3)
+    cfg = ModelConfig(num_layers=30, num_heads=9, num_kv_heads=3, head_dim=64)
+    assert kv_cache_bytes_per_token(cfg) == 2 * 30 * 3 * 64 * 2
+
+
+# --- the ledger against a real step ----------------------------------------------------------
+
+
+def measured_step(run: Run) -> int:
+    """Peak bytes of a step of the decoder above its weights and optimiser state."""
+    torch.manual_seed(0)
+    decoder = Decoder(run.model)
+    optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
+    rows, T = run.train.micro_batch_rows, run.data.seq_len
+    tokens_BT = torch.randint(0, run.model.vocab_size, (rows, T))
+    positions_BT = torch.arange(T).repeat(rows, 1)
+    cu_seqlens = torch.arange(0, rows * T + 1, T, dtype=torch.int32)
+    options = ForwardOptions(
+        dtype=DTYPES[run.precision.compute],
+        chunk_tokens=run.loss.chunk_tokens,
+        keep_logits=run.loss.keep_logits != "never",
+    )
+
+    def step():
+        for _ in range(run.train.global_batch_rows // rows):
+            found = decoder(tokens_BT, positions_BT, cu_seqlens, tokens_BT, options=options)
+            (-found.logprobs_BT.mean()).backward()
+            del found
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    return measure_peak_allocated(step)
+
+
+CASES = {
+    "small": run_of(num_layers=4),
+    "wide, large vocabulary": run_of(
+        rows=1, num_layers=2, d_model=512, num_heads=8, d_ff=1536, vocab_size=16_384, tied=False
+    ),
+    "float32": run_of(compute="fp32", num_layers=3, vocab_size=512),
+    "logits computed twice": run_of(
+        num_layers=2, loss={"keep_logits": "never", "chunk_tokens": 128}
+    ),
+    "several chunks kept": run_of(num_layers=2, loss={"chunk_tokens": 128}),
+    "many activations": run_of(rows=8, num_layers=6, vocab_size=512, num_kv_heads=4, d_ff=512),
+    "qwen3": run_of(num_layers=3, family="qwen3", qk_norm=True),
+    "accumulating": run_of(num_layers=3, micro_batches=2),
+    "few tokens": run_of(rows=1, seq_len=32, num_layers=6, d_model=512, num_heads=8, d_ff=1536),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_is_predicted_within_10_percent(name):
+    run = CASES[name]
+    ledger = predict_memory(run)
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_step(run), rel=0.10)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_resting_memory_is_exact(compute):
+    run = run_of(num_layers=2, compute=compute)
+    decoder = Decoder(run.model)
+    ledger = predict_memory(run)
+    assert ledger.items.parameters == live_tensor_bytes(decoder.parameters())
+    assert ledger.items.optimizer == 2 * live_tensor_bytes(decoder.parameters())
+
+
+def test_a_layer_saves_what_is_predicted():
+    def saved(num_layers: int) -> int:
+        run = run_of(num_layers=num_layers, vocab_size=256)
+        decoder = Decoder(run.model)
+        tokens_BT = torch.zeros(4, 128, dtype=torch.int64)
+        cu_seqlens = torch.tensor([0, 128, 256, 384, 512], dtype=torch.int32)
+        options = ForwardOptions(dtype=torch.bfloat16, keep_logits=True)
+        held = {}
+
+        def keep(tensor):
+            held[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            decoder(tokens_BT, tokens_BT, cu_seqlens, tokens_BT, options=options)
+        weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+        casts = (
+            2 * num_layers * sum(p.numel() for p in decoder.blocks[0].parameters() if p.dim() > 1)
+        )
+        return live_tensor_bytes([t for at, t in held.items() if at not in weights]) - casts
+
+    run = run_of(num_layers=1, vocab_size=256)
+    assert saved(3) - saved(2) == saved_per_layer(run.model, 512)
+    assert predict_memory(run).activations_per_layer_bytes == saved_per_layer(run.model, 512)
+
+
+def test_items_add_up_to_the_peak():
+    ledger = predict_memory(run_of(num_layers=4))
+    assert ledger.peak_bytes == sum(ledger.items.named().values())
+    assert ledger.by_phase[ledger.phase] == ledger.peak_bytes == max(ledger.by_phase.values())
+
+
+def test_sharding_divides_the_state():
+    run = run_of(num_layers=4)
+    one, four = predict_memory(run), predict_memory(run, world=4)
+    assert four.resting_bytes == one.resting_bytes // 4
+    assert four.activations_per_layer_bytes == one.activations_per_layer_bytes
+    kept = run_of(num_layers=4, layout={"reshard_after_forward": False})
+    difference = predict_memory(kept, 4).items.working_copies - four.items.working_copies
+    block = sum(p.numel() for p in Decoder(run.model).blocks[0].parameters())
+    assert difference == 2 * 2 * block  # two more blocks in bf16
+
+
+def test_muon_keeps_one_moment_of_hidden_matrices():
+    run = run_of(num_layers=2)
+    muon = run.model_copy(update={"optim": run.optim.model_copy(update={"kind": "muon"})})
+    hidden = sum(p.numel() for p in Decoder(run.model).blocks.parameters() if p.dim() == 2)
+    saved = predict_memory(run).items.optimizer - predict_memory(muon).items.optimizer
+    assert saved == 4 * hidden
+
+
+def test_ranks_that_cannot_be_laid_out_are_refused():
+    assert num_shards(run_of(layout={"dp_replicate": 2}), 8) == 4
+    with pytest.raises(ConfigError, match="nearest legal dp_shard is 4"):
+        num_shards(run_of(layout={"dp_replicate": 2, "dp_shard": 3}), 8)
+    with pytest.raises(ConfigError, match="does not divide 7 ranks"):
+        num_shards(run_of(layout={"dp_replicate": 2}), 7)
