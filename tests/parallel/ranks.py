@@ -92,7 +92,7 @@ def _rank_main(
         faulthandler.dump_traceback_later(max(timeout_s - 2, 1), file=log)
         try:
             torch.save(function(*args), Path(folder) / f"{rank}.pt")
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - whatever it was, the parent shows it
             traceback.print_exc(file=log)
             raise SystemExit(1) from None
         finally:

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from tests.parallel.ranks import run_ranks
 
 from stepwell.config import LayoutConfig
 from stepwell.parallel.mesh import (
@@ -14,6 +13,7 @@ from stepwell.parallel.mesh import (
     launched_ranks,
 )
 from stepwell.types import ConfigError
+from tests.parallel.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

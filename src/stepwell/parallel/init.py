@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-Rule = tuple[Literal["normal"], float] | Literal["ones", "zeros"]
+Rule = tuple[str, float] | Literal["ones", "zeros"]
 
 _CHUNK_ELEMENTS = 1 << 18
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -34,18 +34,21 @@ def global_name(name: str) -> str:
 def init_parameters(module: nn.Module, seed: int, rule: Callable[[str, torch.Size], Rule]) -> None:
     """Fills every parameter of `module` in place: plain tensors and DTensors alike.
 
-    `rule(name, global_shape)` says how. Normal values are rounded to float32 whatever the
-    parameter's dtype, so float64 runs start from the same weights.
+    `rule(name, global_shape)` gives ("normal", standard deviation), "ones" or "zeros" (or a pair
+    whose second part is then ignored). Normal values are rounded to float32 whatever the
+    parameter's dtype, so float64 runs start from the same weights. Raises ValueError for another
+    kind.
     """
     for name, parameter in module.named_parameters():
         name = global_name(name)
-        kind = rule(name, parameter.shape)
-        if kind == "ones":
-            _local(parameter).fill_(1.0)
-        elif kind == "zeros":
-            _local(parameter).zero_()
+        found = rule(name, parameter.shape)
+        kind, std = found if isinstance(found, tuple) else (found, 0.0)
+        if kind == "normal":
+            normal_(parameter, seed, name, std)
+        elif kind in ("ones", "zeros"):
+            _local(parameter).fill_(1.0 if kind == "ones" else 0.0)
         else:
-            normal_(parameter, seed, name, kind[1])
+            raise ValueError(f"{name}: unknown rule {kind!r}; known: normal, ones, zeros")
 
 
 @torch.no_grad()

@@ -1,0 +1,174 @@
+"""FSDP2 against one process, in float64: every gradient, the norm and the weights after a step."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from stepwell.config import LayoutConfig, ModelConfig, OptimConfig, PrecisionConfig
+from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
+from stepwell.parallel.fsdp import apply_fsdp, set_gradient_sync
+from stepwell.parallel.init import init_parameters
+from stepwell.parallel.mesh import Mesh, init_distributed
+from stepwell.train.optim import build_optimizer, clip, grad_norm
+from stepwell.types import ConfigError
+from tests.parallel.ranks import run_ranks
+
+# Nothing here is a multiple of 2, 3 or 4 where it need not be.
+CFG = ModelConfig(
+    vocab_size=67,
+    num_layers=3,
+    d_model=33,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=10,
+    d_ff=37,
+    tied=False,
+)
+EXACT = PrecisionConfig(param="fp64", compute="fp64", reduce="fp64")
+ROWS, LENGTH, CLIP = 12, 9, 0.05
+
+
+def _build(mesh, layout, cfg=CFG, precision=EXACT):
+    dtype = torch.float64 if precision.param == "fp64" else torch.float32
+    with torch.device("meta"):
+        decoder = Decoder(cfg).to(dtype)
+    apply_fsdp(decoder, mesh, layout, precision)
+    decoder.to_empty(device="cpu")
+    init_parameters(decoder, 11, lambda name, shape: init_rule(cfg, name))
+    return decoder
+
+
+def _loss(decoder, rows, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    tokens_BT = torch.randint(0, CFG.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    weights_BT = torch.rand(ROWS, LENGTH, generator=generator).double()
+    weights_BT[5] = 0.0
+    B = len(rows)
+    outputs = decoder(
+        tokens_BT[rows, :-1],
+        torch.arange(LENGTH).expand(B, -1),
+        torch.arange(0, (B + 1) * LENGTH, LENGTH, dtype=torch.int32),
+        tokens_BT[rows, 1:],
+        options=ForwardOptions(dtype=dtype),
+    )
+    return -(outputs.logprobs_BT * weights_BT[rows]).sum() / weights_BT.sum()
+
+
+def _full(value):
+    value = value.detach()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def _step(mesh, layout, num_micro_batches, cfg=CFG):
+    decoder = _build(mesh, layout, cfg)
+    optimizer = build_optimizer(decoder.named_parameters(), OptimConfig(lr=1e-2))
+    mine = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
+    parts = mine.chunk(num_micro_batches)
+    for number, rows in enumerate(parts):
+        set_gradient_sync(decoder, number == len(parts) - 1)
+        _loss(decoder, rows).backward()
+    parameters = dict(decoder.named_parameters())
+    gradients = {name: _full(p.grad) for name, p in parameters.items()}
+    norm = grad_norm(parameters.values())
+    clip(parameters.values(), CLIP, norm)
+    clipped = grad_norm(parameters.values())
+    optimizer.step()
+    return {
+        "gradients": gradients,
+        "norms": (norm, clipped),
+        "weights": {name: _full(p) for name, p in parameters.items()},
+        "moments": {name: _full(value) for name, value in optimizer.state_dict().items()},
+        "units": sum(isinstance(m, FSDPModule) for m in decoder.modules()),
+        "sharded": all(isinstance(p, DTensor) for p in parameters.values()),
+    }
+
+
+def _all_layouts(settings, tied):
+    cfg = CFG.model_copy(update={"tied": tied})
+    results = []
+    for replicate, reshard, num_micro_batches in settings:
+        layout = LayoutConfig(dp_replicate=replicate, reshard_after_forward=reshard)
+        results.append(_step(init_distributed(layout), layout, num_micro_batches, cfg))
+    return results
+
+
+def _close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+SETTINGS = {
+    1: [(1, True, 2)],
+    2: [(1, True, 1), (1, False, 3), (2, True, 2)],
+    3: [(1, True, 1), (1, True, 2)],
+    4: [(1, True, 1), (2, True, 3), (4, False, 1)],
+}
+
+
+@pytest.mark.parametrize(("num_ranks", "tied"), [(1, False), (2, True), (3, False), (4, False)])
+def test_a_layout_never_changes_the_numbers(num_ranks, tied):
+    one = _step(
+        Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu")),
+        LayoutConfig(),
+        1,
+        CFG.model_copy(update={"tied": tied}),
+    )
+    assert one["units"] == 0
+    assert one["norms"][1] == pytest.approx(CLIP, rel=1e-3)
+    for results in run_ranks(_all_layouts, num_ranks, SETTINGS[num_ranks], tied):
+        for setting, result in zip(SETTINGS[num_ranks], results, strict=True):
+            assert result["units"] == CFG.num_layers + 1, setting
+            assert result["sharded"]
+            assert result["gradients"].keys() == one["gradients"].keys()
+            for key in ("gradients", "norms", "weights", "moments"):
+                _close(result[key], one[key])
+
+
+def _bf16_and_memory():
+    layout = LayoutConfig()
+    mesh = init_distributed(layout)
+    precision = PrecisionConfig()
+    decoder = _build(mesh, layout, precision=precision)
+    seen = []
+
+    def look(module, inputs):
+        seen.append((module.attn.wq.weight.dtype, inputs[0].dtype, inputs[1].dtype))
+
+    for block in decoder.blocks:
+        block.register_forward_pre_hook(look)
+    rows = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
+    loss = _loss(decoder, rows, torch.bfloat16)
+    loss.backward()
+    local = sum(p.to_local().numel() for p in decoder.parameters())
+    whole = sum(p.numel() for p in decoder.parameters())
+    gradient = decoder.blocks[0].attn.wq.weight.grad
+    return seen, gradient.dtype, _full(gradient), local / whole
+
+
+def test_bf16_compute_keeps_float32_masters_and_sharded_memory():
+    single = _build(
+        Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu")),
+        LayoutConfig(),
+        precision=PrecisionConfig(),
+    )
+    _loss(single, torch.arange(ROWS), torch.bfloat16).backward()
+    expected = single.blocks[0].attn.wq.weight.grad
+    shares = []
+    for seen, dtype, gradient, share in run_ranks(_bf16_and_memory, 3):
+        assert set(seen) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+        assert dtype == torch.float32
+        assert (gradient - expected).norm() < 0.02 * expected.norm()
+        shares.append(share)
+    assert sum(shares) == pytest.approx(1.0)
+    assert max(shares) < 0.36
+
+
+def _lossy_reduce():
+    layout = LayoutConfig()
+    mesh = init_distributed(layout)
+    with pytest.raises(ConfigError, match="the only legal value is 'fp64'"):
+        _build(mesh, layout, precision=PrecisionConfig(param="fp64", compute="fp64"))
+
+
+def test_float64_gradients_are_not_rounded_on_the_way():
+    run_ranks(_lossy_reduce, 1)
