@@ -89,9 +89,9 @@ def parse(argv: Sequence[str]) -> Arguments:
 def load_run(method: str, arguments: Arguments) -> Run:
     """The run of `method` that the recipe and the overrides describe. Raises ConfigError."""
     for key in arguments.overrides:
-        close = nearest(key, OPTIONS)
+        close = nearest(key, OPTIONS).replace("'", "'--", 1)
         if close and "." not in key and key not in Run.model_fields:
-            raise ConfigError(f"unknown option --{key}{close.replace("'", "'--", 1)}")
+            raise ConfigError(f"unknown option --{key}{close}")
     overrides: dict[str, Any] = dict(arguments.overrides)
     if arguments.recipe is None:
         run = Run.parse({"method": {"kind": method}}, overrides, where="the command line")

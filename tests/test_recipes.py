@@ -1,0 +1,64 @@
+"""Every recipe that ships parses, reloads equal, and builds (on the meta device: no memory)."""
+
+import pytest
+import torch
+
+from stepwell.commands.training import Arguments, load_run, shipped_recipes
+from stepwell.config import Run
+from stepwell.models.transformer import Decoder
+from stepwell.plan.memory import predict_memory
+from stepwell.presets import preset
+
+QUICKSTART = 256 * 4096 + 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256) + 256
+# Parameters: by hand for the quickstart's, as published for the others.
+RECIPES = {
+    "quickstart-pretrain": QUICKSTART,
+    "quickstart-sft": QUICKSTART,
+    "quickstart-grpo": QUICKSTART,
+    "smollm2-sft": 134_515_008,
+    "llama3-8b-pretrain": 8_030_261_248,
+}
+
+
+def recipe(name: str) -> Run:
+    return load_run(name.rpartition("-")[2], Arguments(recipe=name))
+
+
+def test_every_recipe_is_in_the_table():
+    assert {path.stem for path in shipped_recipes()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_reloads_equal(name, tmp_path):
+    run = recipe(name)
+    run.save(tmp_path / "run.toml")
+    assert Run.load(tmp_path / "run.toml") == run
+    assert run.name == name
+    assert run.dir.startswith("runs/")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_builds(name):
+    with torch.device("meta"):
+        decoder = Decoder(recipe(name).model)
+    assert sum(p.numel() for p in decoder.parameters()) == RECIPES[name]
+
+
+def test_the_stages_of_the_quickstart_share_a_model():
+    first, *others = (recipe(f"quickstart-{stage}").model for stage in ("pretrain", "sft", "grpo"))
+    for other in others:
+        assert other.init is not None
+        assert other.model_copy(update={"init": None}) == first
+
+
+def test_published_dimensions():
+    smollm2 = recipe("smollm2-sft").model
+    assert smollm2.model_copy(update={"init": None}) == preset("smollm2-135m")
+    llama3 = preset("llama3-8b").model_copy(update={"rope_scaling": None, "max_seq_len": 8192})
+    assert recipe("llama3-8b-pretrain").model == llama3
+
+
+def test_llama3_8b_fits_its_64_accelerators():
+    run = recipe("llama3-8b-pretrain")
+    assert run.train.global_batch_rows * run.data.seq_len == 2**22
+    assert predict_memory(run, 64).peak_bytes < 76e9
