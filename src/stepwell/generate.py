@@ -1,0 +1,391 @@
+"""Batched sampling with continuous batching.
+
+B slots, R rows in use, V vocabulary, C candidates. Finished rows leave their slot at once and the
+next waiting prompt enters it before the next step; a prompt that several requests share is
+prefilled once. Nothing is kept between calls, so new weights never meet old keys and values.
+
+A request's tokens depend on its prompt, its seed and the weights alone: every row is computed in a
+fixed place of its slot, and each token takes one uniform number, a hash of (seed, position).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepwell.config import ModelConfig
+from stepwell.models.decode import (
+    DecodeWeights,
+    KVCache,
+    bucketed,
+    check_prompt,
+    decode_step,
+    prefill,
+)
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import Completion, ConfigError
+
+ROW_MULTIPLE = 8  # below 8 rows CPU kernels for float32 sum in another order
+BLOCK = 64  # the distribution is searched by blocks of this many ids
+
+
+@dataclass(frozen=True)
+class Request:
+    """id: what `Completion.request_id` will say; distinct within a call.
+    max_new_tokens: overrides the sampling's.
+    """
+
+    id: int
+    prompt_ids: tuple[int, ...]
+    seed: int = 0
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """temperature 0 is greedy (log-probabilities are then those at temperature 1).
+
+    top_k 0 and top_p 1 keep all; both together: the k likeliest, then the nucleus of those
+    (1904.09751). stop: strings that end a text and are not part of it. eos_ids: end a text too, and
+    are the last of its token_ids. Raises ConfigError for values outside their range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    max_new_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature={self.temperature} must be 0 (greedy) or positive")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} must be positive, or 0 to keep all")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p} must be above 0 and at most 1 (1 keeps all)")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if isinstance(self.stop, str) or not all(self.stop):
+            raise ConfigError(f"stop={self.stop!r} must be a tuple of non-empty strings")
+
+
+@dataclass
+class _Row:
+    """A request in its slot."""
+
+    request: Request
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What lives on the device, one row a slot. A free slot has start and count 0."""
+
+    cache: KVCache
+    rope: Tensor
+    logits_BV: Tensor  # at least float32, padded with -inf to whole blocks
+    uniforms_BN: Tensor
+    starts_B: Tensor  # position of the prompt's last token
+    counts_B: Tensor  # tokens sampled
+    last_B: Tensor  # the token sampled last
+
+
+@torch.inference_mode()
+def generate(
+    weights: DecodeWeights,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    tokenizer: Tokenizer | None = None,
+    num_slots: int = 64,
+    policy_version: int = 0,
+) -> list[Completion]:
+    """Completions in the order of `requests`.
+
+    tokenizer: needed for stop strings; without one, `Completion.text` is empty.
+    num_slots: the largest number of rows at once. The cache takes
+    2 * layers * kv_heads * head_dim * bytes for each of num_slots * (longest prompt + answer).
+
+    A text ends at max_seq_len at the latest. Raises ConfigError for an empty prompt, one that
+    leaves no room in max_seq_len, ids outside the vocabulary and repeated request ids.
+    """
+    _check(weights, requests, sampling, tokenizer, num_slots)
+    waiting = deque(requests)
+    sharers = Counter(r.prompt_ids for r in requests)
+    prefixes: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+    limits = [_limit(weights.cfg, r, sampling) for r in requests]
+    slots = _allocate(weights, requests, limits, num_slots)
+    rows: list[_Row | None] = [None] * slots.cache.num_slots
+    done: dict[int, Completion] = {}
+    while waiting or any(rows):
+        chosen = _enter(weights, slots, rows, waiting, sampling, prefixes, sharers)
+        if not chosen:
+            chosen = _step(weights, slots, rows)
+        tokens, logprobs = _sample_slots(slots, sampling, _num_used(slots, rows), chosen)
+        for slot in chosen:
+            row = rows[slot]
+            assert row is not None
+            row.tokens.append(tokens[slot])
+            row.logprobs.append(logprobs[slot])
+            ended = _ended(row, sampling, tokenizer)
+            if ended is not None:
+                done[row.request.id] = _complete(row, *ended, policy_version)
+                rows[slot] = None
+                slots.starts_B[slot] = slots.counts_B[slot] = 0
+    return [done[r.id] for r in requests]
+
+
+def uniforms(seed: int, start: int, count: int) -> np.ndarray:
+    """float32 numbers in (0, 1) for positions start, start + 1, ...: a hash of each
+    (seed, position) by the finaliser of SplitMix64 (Steele et al. 2014), applied twice."""
+    with np.errstate(over="ignore"):
+        position = np.arange(start, start + count, dtype=np.uint64)
+        mixed = _mix(np.uint64(seed % 2**64) + _GOLDEN) ^ position
+        bits = _mix(mixed * _GOLDEN + _GOLDEN) >> np.uint64(41)
+    return ((bits.astype(np.float64) + 0.5) / 2**23).astype(np.float32)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
+    x = np.atleast_1d(x)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def sample(logits_RV: Tensor, uniforms_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """One token a row and its log-probability at the temperature over the full support.
+
+    logits_RV: at least float32; V must be a multiple of BLOCK (pad with -inf).
+    The token is the inverse of the cumulative distribution at the uniform number.
+    """
+    scaled = logits_RV / sampling.temperature if sampling.temperature else logits_RV
+    probs_RV = scaled.softmax(-1)
+    if sampling.temperature == 0:
+        tokens_R = _argmax(logits_RV)
+    else:
+        tokens_R = _invert_blocks(_truncate(probs_RV.float(), sampling), uniforms_R)
+    logprobs_R = probs_RV.gather(1, tokens_R[:, None]).log()
+    return tokens_R, logprobs_R.squeeze(1)
+
+
+def _argmax(logits_RV: Tensor) -> Tensor:
+    """The first of the largest; by blocks, which is several times faster on CPU."""
+    blocks = logits_RV.unflatten(1, (-1, BLOCK))
+    best_R1 = blocks.amax(-1).argmax(-1, keepdim=True)
+    inside = blocks.gather(1, best_R1[..., None].expand(-1, -1, BLOCK)).squeeze(1)
+    return best_R1.squeeze(1) * BLOCK + inside.argmax(-1)
+
+
+def _invert_blocks(probs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
+    """Finds the block first, then the id within it, so only V / BLOCK numbers are accumulated."""
+    blocks = probs_RV.unflatten(1, (-1, BLOCK))
+    masses = blocks.sum(-1)
+    block_R1, left_R1 = _invert(masses, uniforms_R[:, None] * masses.sum(-1, keepdim=True))
+    inside = blocks.gather(1, block_R1[..., None].expand(-1, -1, BLOCK)).squeeze(1)
+    return (block_R1 * BLOCK + _invert(inside, left_R1)[0]).squeeze(1)
+
+
+def _invert(masses_RC: Tensor, target_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """The first index whose cumulative mass exceeds the target, and what of the target is left
+    at its start. An entry without mass is never chosen, whatever the rounding."""
+    ends_RC = masses_RC.cumsum(-1)
+    last_R1 = (ends_RC < ends_RC[:, -1:]).sum(-1, keepdim=True)
+    index_R1 = torch.minimum((ends_RC <= target_R1).sum(-1, keepdim=True), last_R1)
+    before_R1 = torch.where(index_R1 > 0, ends_RC.gather(1, (index_R1 - 1).clamp(min=0)), 0)
+    return index_R1, target_R1 - before_R1
+
+
+def _truncate(probs_RV: Tensor, sampling: Sampling) -> Tensor:
+    """Zero outside the top k and the nucleus; not normalised. Ids that tie with the last kept one
+    are kept too."""
+    if 0 < sampling.top_k < probs_RV.shape[1]:
+        least_R1 = probs_RV.topk(sampling.top_k, dim=-1).values[:, -1:]
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
+    if sampling.top_p < 1:
+        least_R1 = _nucleus_threshold(probs_RV, sampling.top_p)
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
+    return probs_RV
+
+
+def _nucleus_threshold(probs_RV: Tensor, top_p: float) -> Tensor:
+    """The largest t for which entries >= t hold top_p of the mass, float32 (R, 1).
+
+    Bisects the bit patterns of non-negative floats, which are ordered as the floats are: exact,
+    and many times faster than sorting a vocabulary."""
+    wanted_R1 = top_p * probs_RV.sum(-1, keepdim=True)
+    high_R1 = probs_RV.amax(-1, keepdim=True).view(torch.int32)
+    low_R1 = torch.zeros_like(high_R1)
+    for _ in range(31):
+        middle_R1 = low_R1 + (high_R1 - low_R1 + 1) // 2
+        kept_RV = torch.where(probs_RV >= middle_R1.view(torch.float32), probs_RV, 0)
+        enough_R1 = kept_RV.sum(-1, keepdim=True) >= wanted_R1
+        low_R1 = torch.where(enough_R1, middle_R1, low_R1)
+        high_R1 = torch.where(enough_R1, high_R1, middle_R1 - 1)
+    return low_R1.view(torch.float32)
+
+
+def _allocate(
+    weights: DecodeWeights, requests: Sequence[Request], limits: Sequence[int], num_slots: int
+) -> _Slots:
+    device, wide = weights.device, _wide(weights.dtype)
+    if device.type == "cpu":  # kernels there give a row the same bits beside any number of others
+        num_slots = min(num_slots, len(requests))
+    B = -(-max(num_slots, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    longest = max((len(r.prompt_ids) + n for r, n in zip(requests, limits, strict=True)), default=1)
+    cache = KVCache.empty(weights, B, bucketed(longest))
+    padded_V = -(-weights.cfg.vocab_size // BLOCK) * BLOCK
+    zeros_B = torch.zeros(B, dtype=torch.int64, device=device)
+    return _Slots(
+        cache=cache,
+        rope=weights.rope(cache.length),
+        logits_BV=torch.full((B, padded_V), float("-inf"), dtype=wide, device=device),
+        uniforms_BN=torch.full((B, max(limits, default=1)), 0.5, dtype=wide, device=device),
+        starts_B=zeros_B,
+        counts_B=zeros_B.clone(),
+        last_B=zeros_B.clone(),
+    )
+
+
+def _enter(
+    weights: DecodeWeights,
+    slots: _Slots,
+    rows: list[_Row | None],
+    waiting: deque[Request],
+    sampling: Sampling,
+    prefixes: dict[tuple[int, ...], tuple[Tensor, Tensor]],
+    sharers: Counter[tuple[int, ...]],
+) -> list[int]:
+    """Fills free slots with waiting requests; their logits are then ready to sample from."""
+    V, chosen = weights.cfg.vocab_size, []
+    for slot in range(len(rows)):
+        if rows[slot] is not None or not waiting:
+            continue
+        request = waiting.popleft()
+        prompt, limit = request.prompt_ids, _limit(weights.cfg, request, sampling)
+        if prompt not in prefixes:
+            prefixes[prompt] = prefill(
+                weights, slots.rope, torch.tensor(prompt, device=weights.device)
+            )
+        kv_LT, logits_V = prefixes[prompt]
+        sharers[prompt] -= 1
+        if not sharers[prompt]:
+            del prefixes[prompt]
+        slots.cache.put(slot, kv_LT)
+        slots.logits_BV[slot, :V] = logits_V
+        numbers = torch.from_numpy(uniforms(request.seed, len(prompt), limit))
+        slots.uniforms_BN[slot, :limit] = numbers.to(slots.uniforms_BN)
+        slots.starts_B[slot] = len(prompt) - 1
+        rows[slot] = _Row(request, limit)
+        chosen.append(slot)
+    return chosen
+
+
+def _step(weights: DecodeWeights, slots: _Slots, rows: Sequence[_Row | None]) -> list[int]:
+    """Feeds every row the token it sampled last; new logits are then ready in each."""
+    R, V = _num_used(slots, rows), weights.cfg.vocab_size
+    positions_R = slots.starts_B[:R] + slots.counts_B[:R]
+    longest = max(len(row.request.prompt_ids) + len(row.tokens) for row in rows if row)
+    length = min(bucketed(longest), slots.cache.length)
+    logits = decode_step(weights, slots.rope, slots.cache, slots.last_B[:R], positions_R, length)
+    slots.logits_BV[:R, :V].copy_(logits)
+    return [slot for slot, row in enumerate(rows) if row is not None]
+
+
+def _sample_slots(
+    slots: _Slots, sampling: Sampling, R: int, chosen: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Samples for the first R slots and keeps the result for the chosen ones."""
+    counts_R = slots.counts_B[:R].clamp(max=slots.uniforms_BN.shape[1] - 1)
+    uniforms_R = slots.uniforms_BN[:R].gather(1, counts_R[:, None]).squeeze(1)
+    tokens_R, logprobs_R = sample(slots.logits_BV[:R], uniforms_R, sampling)
+    index = torch.tensor(chosen, device=tokens_R.device)
+    slots.last_B.index_copy_(0, index, tokens_R[index])
+    slots.counts_B.index_add_(0, index, torch.ones_like(index))
+    return tokens_R.tolist(), logprobs_R.tolist()
+
+
+def _num_used(slots: _Slots, rows: Sequence[_Row | None]) -> int:
+    """How many slots a step computes: on CUDA all, so that shapes never change."""
+    if slots.last_B.device.type != "cpu":
+        return len(rows)
+    used = max((slot + 1 for slot, row in enumerate(rows) if row is not None), default=1)
+    return -(-used // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def _ended(row: _Row, sampling: Sampling, tokenizer: Tokenizer | None) -> tuple[str, str] | None:
+    """(finish reason, text) if the row's last token ends it."""
+    body, reason = row.tokens, None
+    if row.tokens[-1] in sampling.eos_ids:
+        body, reason = row.tokens[:-1], "stop"
+    elif len(row.tokens) >= row.limit:
+        reason = "length"
+    if tokenizer is None:
+        return None if reason is None else (reason, "")
+    # A string that this token completes begins at most as many tokens back as it has bytes; three
+    # more hold the bytes of a character that the window would cut.
+    for stop in sampling.stop:
+        if reason != "stop" and stop in tokenizer.decode(body[-len(stop.encode()) - 3 :]):
+            reason = "stop"
+    if reason is None:
+        return None
+    text = tokenizer.decode(body)
+    cuts = [at for stop in sampling.stop if (at := text.find(stop)) >= 0]
+    return reason, text[: min(cuts)] if cuts else text
+
+
+def _complete(row: _Row, reason: str, text: str, policy_version: int) -> Completion:
+    return Completion(
+        request_id=row.request.id,
+        prompt_ids=row.request.prompt_ids,
+        token_ids=tuple(row.tokens),
+        logprobs=tuple(row.logprobs),
+        text=text,
+        finish_reason=reason,
+        policy_version=policy_version,
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _limit(cfg: ModelConfig, request: Request, sampling: Sampling) -> int:
+    """How many tokens the request may get."""
+    wanted = request.max_new_tokens or sampling.max_new_tokens
+    return min(wanted, cfg.max_seq_len - len(request.prompt_ids))
+
+
+def _check(
+    weights: DecodeWeights,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    tokenizer: Tokenizer | None,
+    num_slots: int,
+) -> None:
+    if num_slots < 1:
+        raise ConfigError(f"num_slots={num_slots} must be at least 1")
+    if sampling.stop and tokenizer is None:
+        raise ConfigError(f"stop strings {sampling.stop} need a tokenizer")
+    repeated = [i for i, n in Counter(r.id for r in requests).items() if n > 1]
+    if repeated:
+        raise ConfigError(f"request ids must be distinct; {repeated[0]} occurs more than once")
+    for request in requests:
+        if request.max_new_tokens is not None and request.max_new_tokens < 1:
+            raise ConfigError(
+                f"request {request.id}: max_new_tokens={request.max_new_tokens} must be at least 1"
+            )
+        try:
+            check_prompt(weights.cfg, request.prompt_ids)
+        except ConfigError as error:
+            raise ConfigError(f"request {request.id}: {error}") from error

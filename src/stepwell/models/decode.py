@@ -1,0 +1,322 @@
+"""The decoder as plain matrices with a key/value cache: what sampling runs on.
+
+B slots, R rows in use (R <= B), T prompt tokens, D d_model, H heads, K key/value heads, E head_dim,
+G = H/K query heads that share a key/value head, V vocabulary, L layers, S cache length.
+
+At a few rows a step costs as much in launching operators as in arithmetic, so q, k and v are one
+matrix, gate and up are one matrix, and q and k are rotated together as complex numbers. For the
+last, the rows of wq and wk are reordered so that the pair (i, i + E/2) lies side by side; scores
+don't change when q and k are permuted alike. Roundings fall where `transformer.Decoder` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from stepwell.config import ModelConfig
+from stepwell.models.attention import attend
+from stepwell.models.layers import rms_norm, rope_angles, rope_frequencies, upcast
+from stepwell.types import CheckpointError, ConfigError, nearest
+
+BUCKET = 32  # attended cache lengths are multiples of this: few shapes, whole vectors
+
+
+def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix as `linear` likes it best. For bfloat16 on CPU that is oneDNN's blocked layout (an
+    opaque tensor): the same products and sums a third faster at few rows."""
+    if weight.device.type == "cpu" and dtype == torch.bfloat16 and _BLOCKED_BF16:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous())
+    return weight.to(dtype, copy=True)
+
+
+_BLOCKED_BF16 = (
+    torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b for a matrix of `pack_matrix`."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return F.linear(x, weight, bias)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Matrices are in compute dtype, norms in at least float32 (as the master weights are)."""
+
+    attn_norm_D: Tensor
+    qkv: Tensor  # ((H + 2K) E, D)
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # (H + K, E)
+    wo: Tensor  # (D, H E)
+    mlp_norm_D: Tensor
+    gate_up: Tensor  # (2F, D)
+    w_down: Tensor  # (D, F)
+
+
+@dataclass(frozen=True)
+class DecodeWeights:
+    cfg: ModelConfig
+    embed_VD: Tensor
+    head_VD: Tensor
+    norm_D: Tensor
+    layers: tuple[LayerWeights, ...]
+
+    @classmethod
+    def pack(
+        cls, cfg: ModelConfig, state: Mapping[str, Tensor], dtype: torch.dtype
+    ) -> DecodeWeights:
+        """From a decoder's full state dict (names of `transformer.AXES`), copied to `dtype`.
+
+        Raises CheckpointError for missing, surplus or misshapen parameters.
+        """
+        _check(cfg, state)
+        order = _pair_order(cfg)
+        with torch.inference_mode():
+            # Norms are rounded nowhere: they are few, and the decoder multiplies in float32.
+            embed_VD = state["embed.weight"].detach().to(dtype, copy=True)
+            head_VD = embed_VD if cfg.tied else state["head.weight"].detach()
+            return cls(
+                cfg=cfg,
+                embed_VD=embed_VD,
+                head_VD=pack_matrix(head_VD, dtype),
+                norm_D=upcast(state["norm.weight"].detach()).clone(),
+                layers=tuple(
+                    _pack_layer(cfg, state, f"blocks.{i}.", order, dtype)
+                    for i in range(cfg.num_layers)
+                ),
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed_VD.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_VD.device
+
+    def rope(self, length: int) -> Tensor:
+        """cos + i sin of positions 0..length-1, complex (length, 1, E/2)."""
+        positions = torch.arange(length, device=self.device)
+        cos, sin = rope_angles(positions, rope_frequencies(self.cfg, self.device))
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return torch.complex(cos.to(wide), sin.to(wide))
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Slots of equal length. A slot is filled from position 0, whatever the others hold."""
+
+    kv: Tensor  # (L, B, S, 2, K, E)
+
+    @classmethod
+    def empty(cls, weights: DecodeWeights, num_slots: int, length: int) -> KVCache:
+        cfg = weights.cfg
+        shape = (cfg.num_layers, num_slots, length, 2, cfg.num_kv_heads, cfg.head_dim)
+        return cls(torch.zeros(shape, dtype=weights.dtype, device=weights.device))
+
+    @property
+    def num_slots(self) -> int:
+        return self.kv.shape[1]
+
+    @property
+    def length(self) -> int:
+        return self.kv.shape[2]
+
+    def put(self, slot: int, kv_LT: Tensor) -> None:
+        """Fills a slot with a prefix of shape (L, T, 2, K, E)."""
+        self.kv[:, slot, : kv_LT.shape[1]] = kv_LT
+
+
+def bucketed(length: int) -> int:
+    """The next multiple of BUCKET."""
+    return -(-length // BUCKET) * BUCKET
+
+
+def prefill(weights: DecodeWeights, rope: Tensor, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of one prompt, (L, T, 2, K, E), and the logits after it, (V,).
+
+    rope: `weights.rope(length)` with length >= T.
+    """
+    cfg, T = weights.cfg, tokens_T.shape[0]
+    borders = torch.tensor([0, T], dtype=torch.int32, device=tokens_T.device)
+    shape = (cfg.num_layers, T, 2, cfg.num_kv_heads, cfg.head_dim)
+    kv_LT = torch.empty(shape, dtype=weights.dtype, device=weights.device)
+    x_TD = F.embedding(tokens_T, weights.embed_VD)
+    for layer, kv_T in zip(weights.layers, kv_LT, strict=True):
+        q_THE, fresh = _project(cfg, layer, x_TD, rope[:T])
+        kv_T.copy_(fresh.unflatten(1, shape[2:]))
+        out_THE = attend(q_THE, kv_T[:, 0], kv_T[:, 1], borders, cfg.sliding_window)
+        x_TD = _finish(cfg, layer, x_TD, out_THE.flatten(1))
+    return kv_LT, _head(weights, x_TD[-1:])[0]
+
+
+def decode_step(
+    weights: DecodeWeights,
+    rope: Tensor,
+    cache: KVCache,
+    tokens_R: Tensor,
+    positions_R: Tensor,
+    length: int,
+) -> Tensor:
+    """Feeds one token to each of the first R slots; writes the cache, returns logits (R, V).
+
+    positions_R: int64, where each token goes in its slot; all are < length.
+    length: how much of the cache is attended to (a multiple of BUCKET). Entries beyond a row's
+    position have weight 0 exactly, so the length changes no row's result.
+    """
+    cfg, R = weights.cfg, tokens_R.shape[0]
+    G, K, E = cfg.num_heads // cfg.num_kv_heads, cfg.num_kv_heads, cfg.head_dim
+    rope_R = rope[positions_R]
+    mask = _mask(positions_R, length, cfg.sliding_window, weights.dtype)
+    places_R = torch.arange(R, device=tokens_R.device) * cache.length + positions_R
+    x_RD = F.embedding(tokens_R, weights.embed_VD)
+    for layer, kv in zip(weights.layers, cache.kv, strict=True):
+        q_RHE, fresh = _project(cfg, layer, x_RD, rope_R)
+        kv.view(-1, 2 * K * E).index_copy_(0, places_R, fresh)
+        k_RKSE = kv[:R, :length, 0].transpose(1, 2)
+        v_RKSE = kv[:R, :length, 1].transpose(1, 2)
+        out = F.scaled_dot_product_attention(q_RHE.view(R, K, G, E), k_RKSE, v_RKSE, attn_mask=mask)
+        x_RD = _finish(cfg, layer, x_RD, out.reshape(R, -1))
+    return _head(weights, x_RD)
+
+
+def _project(
+    cfg: ModelConfig, layer: LayerWeights, x_ND: Tensor, rope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotated q (N, H, E), and rotated k beside v (N, 2 K E)."""
+    num_rotated, E = cfg.num_heads + cfg.num_kv_heads, cfg.head_dim
+    hidden_ND = rms_norm(x_ND, layer.attn_norm_D, cfg.norm_eps)
+    out = linear(hidden_ND, layer.qkv, layer.qkv_bias)
+    qk = out[:, : num_rotated * E].unflatten(1, (num_rotated, E))
+    pairs = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, cfg.norm_eps)
+    turned = torch.view_as_complex(upcast(pairs).unflatten(2, (E // 2, 2))) * rope
+    qk.copy_(torch.view_as_real(turned).flatten(2))
+    return qk[:, : cfg.num_heads], out[:, cfg.num_heads * E :]
+
+
+def _finish(cfg: ModelConfig, layer: LayerWeights, x_ND: Tensor, attended: Tensor) -> Tensor:
+    """The rest of a block after attention."""
+    x_ND = x_ND + linear(attended, layer.wo)
+    hidden_ND = rms_norm(x_ND, layer.mlp_norm_D, cfg.norm_eps)
+    gate, up = linear(hidden_ND, layer.gate_up).chunk(2, dim=1)
+    return x_ND + linear(F.silu(gate) * up, layer.w_down)
+
+
+def _head(weights: DecodeWeights, x_ND: Tensor) -> Tensor:
+    return linear(rms_norm(x_ND, weights.norm_D, weights.cfg.norm_eps), weights.head_VD)
+
+
+def _mask(positions_R: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a row may look, -inf elsewhere, (R, 1, 1, length)."""
+    index = torch.arange(length, device=positions_R.device)
+    here = positions_R[:, None]
+    hidden = index > here
+    if window is not None:
+        hidden |= index <= here - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+
+
+def _pair_order(cfg: ModelConfig) -> Tensor:
+    """Which row of a head goes where: 0, E/2, 1, E/2 + 1, ..."""
+    return torch.arange(cfg.head_dim).view(2, -1).t().flatten()
+
+
+def _pack_layer(
+    cfg: ModelConfig,
+    state: Mapping[str, Tensor],
+    prefix: str,
+    order: Tensor,
+    dtype: torch.dtype,
+) -> LayerWeights:
+    def get(name: str) -> Tensor:
+        return state[prefix + name].detach()
+
+    def paired(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, cfg.head_dim))[:, order.to(x.device)].flatten(0, 1)
+
+    def fused(kind: str) -> Tensor:
+        q, k, v = (get(f"attn.{w}.{kind}").to(dtype) for w in ("wq", "wk", "wv"))
+        return torch.cat([paired(q), paired(k), v])
+
+    gate_up = torch.cat([get(f"mlp.{w}.weight").to(dtype) for w in ("w_gate", "w_up")])
+
+    qk_norm = None
+    if cfg.qk_norm:
+        q, k = (upcast(paired(get(f"attn.{n}.weight"))) for n in ("q_norm", "k_norm"))
+        qk_norm = torch.cat([q.expand(cfg.num_heads, -1), k.expand(cfg.num_kv_heads, -1)])
+    return LayerWeights(
+        attn_norm_D=upcast(get("attn_norm.weight")).clone(),
+        qkv=pack_matrix(fused("weight"), dtype),
+        qkv_bias=fused("bias") if cfg.qkv_bias else None,
+        qk_norm=qk_norm,
+        wo=pack_matrix(get("attn.wo.weight"), dtype),
+        mlp_norm_D=upcast(get("mlp_norm.weight")).clone(),
+        gate_up=pack_matrix(gate_up, dtype),
+        w_down=pack_matrix(get("mlp.w_down.weight"), dtype),
+    )
+
+
+def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter that a decoder of this configuration has."""
+    D, E, F_ = cfg.d_model, cfg.head_dim, cfg.d_ff
+    query, keyvalue = cfg.num_heads * E, cfg.num_kv_heads * E
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (D,),
+        "attn.wq.weight": (query, D),
+        "attn.wk.weight": (keyvalue, D),
+        "attn.wv.weight": (keyvalue, D),
+        "attn.wo.weight": (D, query),
+        "mlp_norm.weight": (D,),
+        "mlp.w_gate.weight": (F_, D),
+        "mlp.w_up.weight": (F_, D),
+        "mlp.w_down.weight": (D, F_),
+    }
+    if cfg.qkv_bias:
+        layer |= {f"attn.{w}.bias": layer[f"attn.{w}.weight"][:1] for w in ("wq", "wk", "wv")}
+    if cfg.qk_norm:
+        layer |= {"attn.q_norm.weight": (E,), "attn.k_norm.weight": (E,)}
+    shapes = {f"blocks.{i}.{n}": s for i in range(cfg.num_layers) for n, s in layer.items()}
+    shapes |= {"embed.weight": (cfg.vocab_size, D), "norm.weight": (D,)}
+    return shapes if cfg.tied else shapes | {"head.weight": (cfg.vocab_size, D)}
+
+
+def _check(cfg: ModelConfig, state: Mapping[str, Tensor]) -> None:
+    shapes = _shapes(cfg)
+    for name, shape in shapes.items():
+        if name not in state:
+            raise CheckpointError(f"parameter {name!r} is missing{nearest(name, state)}")
+        if tuple(state[name].shape) != shape:
+            raise CheckpointError(
+                f"parameter {name!r} has shape {tuple(state[name].shape)}, but the configuration "
+                f"says {shape}"
+            )
+    for name in state:
+        if name not in shapes:
+            raise CheckpointError(
+                f"parameter {name!r} is not part of the model{nearest(name, shapes)}"
+            )
+
+
+def check_prompt(cfg: ModelConfig, prompt_ids: tuple[int, ...]) -> None:
+    """Raises ConfigError for a prompt that can't be continued."""
+    if not prompt_ids:
+        raise ConfigError("the prompt is empty; give it at least one token (e.g. eos)")
+    if len(prompt_ids) >= cfg.max_seq_len:
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens leaves no room in model.max_seq_len="
+            f"{cfg.max_seq_len}; the longest that can be continued has {cfg.max_seq_len - 1}"
+        )
+    low, high = min(prompt_ids), max(prompt_ids)
+    if low < 0 or high >= cfg.vocab_size:
+        bad = low if low < 0 else high
+        raise ConfigError(
+            f"the prompt holds id {bad}, but the vocabulary has ids 0 to {cfg.vocab_size - 1}"
+        )

@@ -1,0 +1,249 @@
+"""Sampling: the same text whatever the batch, log-probabilities as scored, truncation, stopping."""
+
+import numpy as np
+import pytest
+import torch
+
+from stepwell.config import ModelConfig
+from stepwell.generate import Request, Sampling, generate, sample, uniforms
+from stepwell.models.decode import DecodeWeights
+from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import ConfigError
+from tests.models.test_decode import config, random_decoder
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return random_decoder(config())
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    text = "the answer is four. das Mädchen läuft über die Straße. " * 20
+    return Tokenizer.train([text], 300)
+
+
+def pack(decoder: Decoder, dtype: torch.dtype) -> DecodeWeights:
+    return DecodeWeights.pack(decoder.cfg, decoder.state_dict(), dtype)
+
+
+def some_requests(cfg: ModelConfig, count: int, seed: int = 0) -> list[Request]:
+    """Prompts of 1 to 40 tokens, every third one shared with its predecessor."""
+    rng = np.random.default_rng(seed)
+    requests: list[Request] = []
+    for i in range(count):
+        prompt = tuple(int(x) for x in rng.integers(0, cfg.vocab_size, rng.integers(1, 41)))
+        if i % 3 == 2:
+            prompt = requests[-1].prompt_ids
+        requests.append(Request(i, prompt, seed=i * 7, max_new_tokens=int(rng.integers(1, 40))))
+    return requests
+
+
+def scored(decoder: Decoder, prompt, answer, dtype, temperature=1.0) -> torch.Tensor:
+    ids = torch.tensor([*prompt, *answer])
+    T = len(ids) - 1
+    options = ForwardOptions(dtype=dtype, temperature=temperature)
+    borders = torch.tensor([0, T], dtype=torch.int32)
+    with torch.no_grad():
+        out = decoder(
+            ids[None, :-1], torch.arange(T)[None], borders, ids[None, 1:], options=options
+        )
+    assert out.logprobs_BT is not None
+    return out.logprobs_BT[0, len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_has_one_text_whatever_runs_beside_it(decoder, dtype, temperature):
+    weights, sampling = pack(decoder, dtype), Sampling(temperature=temperature)
+    requests = some_requests(decoder.cfg, 20)
+    together = generate(weights, requests, sampling, num_slots=64)
+    few_slots = generate(weights, requests, sampling, num_slots=3)
+    reversed_order = generate(weights, requests[::-1], sampling, num_slots=16)[::-1]
+    alone = [generate(weights, [r], sampling)[0] for r in requests]
+    assert together == few_slots == reversed_order == alone
+    assert [len(c.token_ids) for c in together] == [r.max_new_tokens for r in requests]
+    assert len({c.token_ids for c in together}) > 15
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-6)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5])
+def test_logprobs_equal_a_scoring_pass(decoder, dtype, tolerance, temperature):
+    weights = pack(decoder, dtype)
+    sampling = Sampling(temperature=temperature, top_p=0.9)
+    for c in generate(weights, some_requests(decoder.cfg, 10), sampling):
+        expected = scored(decoder, c.prompt_ids, c.token_ids, dtype, temperature or 1.0)
+        assert (torch.tensor(c.logprobs) - expected).abs().max().item() < tolerance
+
+
+def test_logprobs_equal_a_scoring_pass_in_bf16():
+    """At the initialisation of training, where logits are small."""
+    decoder = random_decoder(config())
+    with torch.no_grad():
+        for p in decoder.parameters():
+            if p.dim() > 1:
+                p.mul_(0.02 / 0.15)
+    gaps = []
+    for c in generate(pack(decoder, torch.bfloat16), some_requests(decoder.cfg, 20), Sampling()):
+        expected = scored(decoder, c.prompt_ids, c.token_ids, torch.bfloat16)
+        gaps.append((torch.tensor(c.logprobs) - expected).abs())
+    gaps = torch.cat(gaps)
+    assert gaps.mean().item() < 2e-4
+    assert gaps.quantile(0.95).item() < 1e-3
+    assert gaps.max().item() < 2**-8  # two steps of a bf16 logit between 0.25 and 0.5
+
+
+def test_greedy_takes_the_likeliest_token(decoder):
+    weights = pack(decoder, torch.float32)
+    (c,) = generate(weights, [Request(0, (1, 2, 3))], Sampling(temperature=0, max_new_tokens=8))
+    ids = list(c.prompt_ids)
+    for token in c.token_ids:
+        options = ForwardOptions(needs=frozenset({"logits"}))
+        T = len(ids)
+        borders = torch.tensor([0, T], dtype=torch.int32)
+        with torch.no_grad():
+            out = decoder(torch.tensor([ids]), torch.arange(T)[None], borders, options=options)
+        assert int(out.logits_BTV[0, -1].argmax()) == token
+        ids.append(token)
+
+
+def test_new_weights_never_meet_old_keys(decoder):
+    """Every prefix is recomputed: after a change of weights a call equals a fresh process's."""
+    requests = some_requests(decoder.cfg, 6)
+    generate(pack(decoder, torch.float32), requests, Sampling())
+    other = random_decoder(decoder.cfg, seed=5)
+    after = generate(pack(other, torch.float32), requests, Sampling(), policy_version=3)
+    for c in after:
+        expected = scored(other, c.prompt_ids, c.token_ids, torch.float32)
+        assert (torch.tensor(c.logprobs) - expected).abs().max().item() < 1e-5
+        assert c.policy_version == 3
+
+
+def test_uniforms_are_uniform_and_fixed():
+    values = np.stack([uniforms(seed, 0, 500) for seed in range(400)])
+    assert values.min() > 0
+    assert values.max() < 1
+    counts = np.histogram(values, 50, (0, 1))[0]
+    assert ((counts - 4000) ** 2 / 4000).sum() < 85.4  # chi-squared, 49 degrees, p = .001
+    assert abs(np.corrcoef(values[:-1].ravel(), values[1:].ravel())[0, 1]) < 0.01
+    assert abs(np.corrcoef(values[:, :-1].ravel(), values[:, 1:].ravel())[0, 1]) < 0.01
+    assert np.array_equal(uniforms(7, 10, 5), uniforms(7, 0, 15)[10:])
+    assert not np.array_equal(uniforms(7, 0, 5), uniforms(-7, 0, 5))
+    assert len({float(uniforms(s, 3, 1)[0]) for s in (0, 1, 2**63, 2**64 - 1)}) == 4
+
+
+def frequencies(logits: torch.Tensor, sampling: Sampling, count: int = 40_000) -> torch.Tensor:
+    u = (torch.arange(count) + 0.5) / count
+    tokens, _ = sample(logits.expand(count, -1), u, sampling)
+    return torch.bincount(tokens, minlength=logits.shape[-1]) / count
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.randn(128, generator=torch.Generator().manual_seed(0)) * 3
+    got = frequencies(logits, Sampling(temperature=0.7))
+    assert (got - (logits / 0.7).softmax(-1)).abs().max() < 1e-4
+
+
+def test_top_k_and_top_p_keep_what_they_say():
+    probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])
+    logits = torch.full((64,), float("-inf"))
+    logits[:5] = probs.log()
+    top2 = frequencies(logits, Sampling(top_k=2))
+    assert torch.allclose(top2[:5], torch.tensor([4 / 7, 3 / 7, 0, 0, 0]), atol=1e-3)
+    nucleus = frequencies(logits, Sampling(top_p=0.65))
+    assert torch.allclose(nucleus[:5], torch.tensor([4 / 7, 3 / 7, 0, 0, 0]), atol=1e-3)
+    nucleus = frequencies(logits, Sampling(top_p=0.75))
+    assert torch.allclose(nucleus[:5], torch.tensor([4 / 9, 3 / 9, 2 / 9, 0, 0]), atol=1e-3)
+    tiny = frequencies(logits, Sampling(top_p=1e-9))
+    assert tiny[0] == 1
+    both = frequencies(logits, Sampling(top_k=3, top_p=0.5))  # .4/.9 is short of .5
+    assert torch.allclose(both[:5], torch.tensor([4 / 7, 3 / 7, 0, 0, 0]), atol=1e-3)
+
+
+def test_log_probability_is_over_the_full_support_at_the_temperature():
+    logits = torch.full((1, 64), float("-inf"))
+    logits[0, :2] = torch.tensor([2.0, 0.0])
+    _, lp = sample(logits, torch.tensor([0.5]), Sampling(temperature=0.5, top_k=1))
+    assert lp.item() == pytest.approx(-0.01815, abs=1e-5)
+    assert logits[0, 0] == 2.0  # the temperature is never applied in place
+
+
+def test_no_token_without_mass_is_ever_drawn():
+    logits = torch.full((64,), float("-inf"))
+    logits[[3, 40]] = 0.0
+    u = torch.tensor([1e-12, 0.25, 0.5, 0.75, 1 - 6e-8])
+    tokens, _ = sample(logits.expand(5, -1), u, Sampling())
+    assert set(tokens.tolist()) == {3, 40}
+
+
+def test_eos_ids_end_a_text(decoder):
+    weights = pack(decoder, torch.float32)
+    request = Request(0, (5, 6), seed=1, max_new_tokens=30)
+    (free,) = generate(weights, [request], Sampling())
+    eos = (free.token_ids[9], free.token_ids[4])
+    (cut,) = generate(weights, [request], Sampling(eos_ids=eos))
+    first = min(free.token_ids.index(e) for e in eos)
+    assert cut.token_ids == free.token_ids[: first + 1]
+    assert cut.logprobs == free.logprobs[: first + 1]
+    assert (cut.finish_reason, free.finish_reason) == ("stop", "length")
+
+
+def test_stop_strings_work_across_tokens(tokenizer):
+    cfg = config(vocab_size=tokenizer.vocab_size)
+    weights = pack(random_decoder(cfg, seed=2), torch.float32)
+    requests = [Request(i, (i + 1, 2), seed=i, max_new_tokens=25) for i in range(12)]
+    free = generate(weights, requests, Sampling(), tokenizer=tokenizer)
+    assert [c.text for c in free] == [tokenizer.decode(c.token_ids) for c in free]
+    checked = 0
+    for request, whole in zip(requests, free, strict=True):
+        stop = whole.text[10:14]
+        if "\ufffd" in stop or len(stop) < 4:
+            continue
+        (c,) = generate(weights, [request], Sampling(stop=("zzzz", stop)), tokenizer=tokenizer)
+        assert c.finish_reason == "stop"
+        assert c.text == whole.text[: whole.text.index(stop)]
+        assert whole.token_ids[: len(c.token_ids)] == c.token_ids
+        assert stop in tokenizer.decode(c.token_ids)
+        assert stop not in tokenizer.decode(c.token_ids[:-1])
+        checked += 1
+    assert checked >= 3
+
+
+def test_a_text_ends_at_the_context(decoder):
+    weights = pack(decoder, torch.float32)
+    prompt = tuple(range(90)) + tuple(range(30))
+    (c,) = generate(weights, [Request(0, prompt)], Sampling(max_new_tokens=500))
+    assert len(c.token_ids) == decoder.cfg.max_seq_len - len(prompt)
+    assert c.finish_reason == "length"
+
+
+def test_what_cannot_be_is_refused(decoder):
+    weights = pack(decoder, torch.float32)
+
+    def run(request, sampling=None, **options):
+        requests = request if isinstance(request, list) else [request]
+        return generate(weights, requests, sampling or Sampling(), **options)
+
+    assert run([]) == []
+    with pytest.raises(ConfigError, match="request 4: the prompt is empty"):
+        run(Request(4, ()))
+    with pytest.raises(ConfigError, match="the longest that can be continued has 127"):
+        run(Request(0, (1,) * 128))
+    with pytest.raises(ConfigError, match="id 100, but the vocabulary has ids 0 to 99"):
+        run(Request(0, (1, 100)))
+    with pytest.raises(ConfigError, match="id -1"):
+        run(Request(0, (1, -1)))
+    with pytest.raises(ConfigError, match="distinct"):
+        run([Request(0, (1,)), Request(0, (2,))])
+    with pytest.raises(ConfigError, match="tokenizer"):
+        run(Request(0, (1,)), Sampling(stop=("x",)))
+    with pytest.raises(ConfigError, match="num_slots=0"):
+        run(Request(0, (1,)), num_slots=0)
+    for bad in ({"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            Sampling(**bad)
+    with pytest.raises(ConfigError, match="stop"):
+        Sampling(stop="abc")  # type: ignore[arg-type]
