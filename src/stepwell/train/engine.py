@@ -24,6 +24,7 @@ from stepwell.parallel.apply import parallelize
 from stepwell.parallel.fsdp import DTYPES, set_gradient_sync
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
+from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.guard import Guard
 from stepwell.train.losses import Loss
@@ -93,10 +94,11 @@ class Engine:
 
     # --- training ----------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, loss: Loss) -> Stats:
+    def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Stats:
         """Adds the gradient of sum_k sums[k] / denominator[k] over the global batch.
 
         batch: this rank's rows; a rank may have fewer rows than another, or none.
+        temperature: of the distribution whose log-probabilities and entropy the loss sees.
         """
         denominators = self._global_counts(loss.denominators(batch))
         micro_batches = self._micro_batches(batch)
@@ -104,7 +106,7 @@ class Engine:
         metrics: dict[str, Tensor] = {}
         for i, micro in enumerate(micro_batches):
             set_gradient_sync(self.decoder, i == len(micro_batches) - 1)
-            outputs = self._forward(micro, loss.needs)
+            outputs = self._forward(micro, loss.needs, temperature)
             sums, seen = loss.fn(outputs, micro.to(self.mesh.device))
             objective = sum(
                 (total / (denominators[name] or 1.0) for name, total in sums.items()),
@@ -151,15 +153,27 @@ class Engine:
         return torch.cat(rows)[: batch.num_rows]
 
     def generate(
-        self, requests: Sequence[sampler.Request], sampling: sampler.Sampling
+        self,
+        requests: Sequence[sampler.Request],
+        sampling: sampler.Sampling,
+        tokenizer: Tokenizer | None = None,
+        num_slots: int = 64,
     ) -> list[Completion]:
-        """Answers to this rank's requests, in their order. Every rank must call it together."""
+        """Answers to this rank's requests, in their order. Every rank must call it together.
+
+        tokenizer: fills in the texts, and finds stop strings. num_slots: rows at once.
+        """
         if self._decode_weights is None or self._decode_weights[0] != self.updates:
             state = self.full_state_dict(DTYPES[self.run.precision.compute])
             packed = DecodeWeights.pack(self.run.model, state, DTYPES[self.run.precision.compute])
             self._decode_weights = (self.updates, packed)
         return sampler.generate(
-            self._decode_weights[1], requests, sampling, policy_version=self.updates
+            self._decode_weights[1],
+            requests,
+            sampling,
+            tokenizer=tokenizer,
+            num_slots=num_slots,
+            policy_version=self.updates,
         )
 
     # --- state -------------------------------------------------------------------------------
@@ -210,7 +224,7 @@ class Engine:
             "updates": self.updates,
             "guard": self.guard.state(),
             "optim": self.optimizer.hyperparameters(),
-            "model": self.run.model.model_dump(exclude_none=True, exclude={"init"}),
+            "dimensions": _dimensions(self.run),
             "extra": extra,
         }
         return checkpoint.save_checkpoint(
@@ -229,7 +243,7 @@ class Engine:
             dict(self.decoder.named_parameters()),
             self.optimizer.state_dict(),
             self.mesh,
-            model=self.run.model.model_dump(exclude_none=True, exclude={"init"}),
+            dimensions=_dimensions(self.run),
         )
         self.optimizer.load_hyperparameters(state["optim"])
         self.guard.load(state["guard"])
@@ -295,3 +309,7 @@ class Engine:
             for i, name in enumerate(names)
         }
         return Stats(self._last_loss, means, int(total[1]), int(total[2]))
+
+
+def _dimensions(run: Run) -> dict[str, Any]:
+    return run.model.model_dump(mode="json", exclude_none=True, exclude={"init", "init_std"})

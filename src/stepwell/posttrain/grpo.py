@@ -1,0 +1,201 @@
+"""Group-relative policy optimisation with verifiable rewards (2402.03300, 2501.12948).
+
+A flat loop: sample a group of answers to each prompt on the training weights, score them, take the
+advantage within each group, make clipped policy-gradient steps. B rows, T tokens a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepwell.config import GRPO, Run
+from stepwell.data.batch import Batch
+from stepwell.data.order import permute
+from stepwell.data.packing import pack_rows
+from stepwell.generate import Sampling
+from stepwell.metrics import LineFile
+from stepwell.models.transformer import TokenOutputs
+from stepwell.parallel.mesh import all_gather_objects
+from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
+from stepwell.posttrain.rollout import Prompt, Rollouts, collect
+from stepwell.posttrain.verifiers import Verifier
+from stepwell.tokenizer import Tokenizer
+from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
+from stepwell.train.session import Session, open_session
+from stepwell.types import ConfigError
+
+
+def clipped_objective(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(logp - old), element-wise, and where the
+    clip binds (PPO, 1707.06347, equation 7; separate bounds: DAPO, 2503.14476)."""
+    ratio = (logprobs - old_logprobs).exp()
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    return -torch.minimum(plain, clipped), clipped < plain
+
+
+def policy_loss(method: GRPO) -> Loss:
+    """The batch carries `advantages` and `old_logprobs` (NaN: the current ones, so that the ratio
+    is exactly 1). Metrics: entropy, KL to the sampling policy (k3 estimate), clipped share."""
+
+    def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
+        assert outputs.logprobs_BT is not None and outputs.entropy_BT is not None
+        logprobs_BT = outputs.logprobs_BT
+        old_BT = batch.extra["old_logprobs"]
+        old_BT = torch.where(old_BT.isnan(), logprobs_BT.detach(), old_BT)
+        objective_BT, clipped_BT = clipped_objective(
+            logprobs_BT, old_BT, batch.extra["advantages"], method.clip_low, method.clip_high
+        )
+        weights_BT = batch.weights_BT
+        with torch.no_grad():
+            mask_BT = (weights_BT != 0).float()
+            log_ratio_BT = old_BT - logprobs_BT
+            count = mask_BT.sum()
+            metrics = {
+                "entropy": (masked_sum(outputs.entropy_BT, mask_BT), count),
+                "kl_sampler": (
+                    masked_sum(log_ratio_BT.exp() - 1 - log_ratio_BT, mask_BT),
+                    count,
+                ),
+                "clipped_share": (masked_sum(clipped_BT.float(), mask_BT), count),
+            }
+        return LossSums({"tokens": masked_sum(objective_BT, weights_BT)}, metrics)
+
+    return Loss(frozenset({"logprobs", "entropy"}), token_count, fn)
+
+
+def pack_rollouts(rollouts: Rollouts, method: GRPO, seq_len: int, pad_id: int) -> Batch:
+    """Rows of prompt + answer, loss on the answer's tokens only; extra: advantages, old_logprobs
+    (NaN) and sampler_logprobs (what the sampler saw)."""
+    docs, advantages, sampled = [], [], []
+    for group in rollouts.groups:
+        values = group_advantages(group.rewards, method.advantage)
+        for completion, advantage in zip(group.completions, values, strict=True):
+            num_prompt, num_answer = len(completion.prompt_ids), len(completion.token_ids)
+            weight = token_weight(num_answer, method.aggregate)
+            docs.append(
+                (
+                    [*completion.prompt_ids, *completion.token_ids],
+                    [0.0] * num_prompt + [weight] * num_answer,
+                )
+            )
+            advantages.append([0.0] * num_prompt + [advantage] * num_answer)
+            sampled.append([0.0] * num_prompt + list(completion.logprobs))
+    batch = pack_rows(
+        docs,
+        seq_len,
+        pad_id=pad_id,
+        extra={"advantages": advantages, "sampler_logprobs": sampled},
+    )
+    old_BT = torch.full_like(batch.extra["advantages"], torch.nan)
+    return replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
+
+
+def grpo(
+    run: Run,
+    prompts: Sequence[Prompt],
+    verifier: Verifier,
+    tokenizer: Tokenizer,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+) -> int:
+    """Trains to `train.steps` optimiser steps; goes on where a stopped run was. Returns the number
+    of steps done. Every completion with its reward goes to `samples.jsonl`.
+
+    Raises ConfigError when there are fewer prompts than a step takes.
+    """
+    method = run.method
+    assert isinstance(method, GRPO)
+    if len(prompts) < method.prompts_per_step:
+        raise ConfigError(
+            f"method.prompts_per_step={method.prompts_per_step} but there are only "
+            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
+        )
+    sampling = Sampling(
+        temperature=method.temperature,
+        eos_ids=tokenizer.stop_ids,
+        max_new_tokens=method.max_new_tokens,
+    )
+    loss = policy_loss(method)
+    with open_session(run, weights) as session:
+        samples = LineFile(session.dir / "samples.jsonl") if session.engine.mesh.is_main else None
+        start = session.engine.step
+        num_rollouts = (session.extra or {"rollouts": 0})["rollouts"]
+        session.pause()
+        while not session.finished:
+            chosen = step_prompts(prompts, run, num_rollouts, session)
+            rollouts = collect(
+                session.engine,
+                chosen,
+                method.group_size,
+                sampling,
+                verifier,
+                tokenizer,
+                seed=rollout_seed(run.train.seed, num_rollouts),
+            )
+            num_rollouts += 1
+            more = rollout_metrics(rollouts, session)
+            batch = pack_rollouts(rollouts, method, run.data.seq_len, tokenizer.pad_id)
+            if method.updates_per_rollout > 1:
+                old_BT = session.engine.logprobs(batch, method.temperature)
+                batch = replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
+            for _ in range(method.updates_per_rollout):
+                stats = session.engine.forward_backward(batch, loss, method.temperature)
+                info = session.engine.optim_step()
+                session.record(batch, stats, info, more)
+                if session.finished:
+                    break
+            if samples is not None:
+                for row in rollouts.rows():
+                    samples.write({"step": session.engine.step, **row})
+            session.after_step({"rollouts": num_rollouts})
+        if samples is not None:
+            samples.close()
+        return session.engine.step - start
+
+
+def step_prompts(
+    prompts: Sequence[Prompt], run: Run, num_rollouts: int, session: Session
+) -> list[Prompt]:
+    """This rank's prompts of the next rollout: each epoch is a permutation of all prompts."""
+    method, mesh = run.method, session.engine.mesh
+    assert isinstance(method, GRPO)
+    first = num_rollouts * method.prompts_per_step
+    chosen = []
+    for ordinal in range(first, first + method.prompts_per_step):
+        epoch, place = divmod(ordinal, len(prompts))
+        index = permute(torch.tensor([place]).numpy(), len(prompts), run.train.seed, epoch)
+        chosen.append(prompts[int(index[0])])
+    return chosen[mesh.data_rank :: mesh.data_world]
+
+
+def rollout_seed(seed: int, num_rollouts: int) -> int:
+    return seed * 1_000_003 + num_rollouts
+
+
+def rollout_metrics(rollouts: Rollouts, session: Session) -> dict[str, float]:
+    """Over all ranks: rewards, lengths, dead groups, errors of the verifier."""
+    mesh = session.engine.mesh
+    rows: list[dict[str, Any]] = [
+        row for part in all_gather_objects(rollouts.rows(), mesh) for row in part
+    ]
+    groups = [
+        group
+        for part in all_gather_objects([g.rewards for g in rollouts.groups], mesh)
+        for group in part
+    ]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    return {
+        "reward/mean": sum(rewards) / len(rewards) if rewards else 0.0,
+        "reward/dead_groups": dead_share(groups),
+        "reward/not_applicable": len(rows) - len(rewards),
+        "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
+        "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+        "rollout/verifier_errors": rollouts.num_errors,
+    }
