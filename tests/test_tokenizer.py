@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tokenizers import Tokenizer as Core
@@ -56,6 +57,19 @@ def test_batch_equals_one_by_one(tokenizer):
     assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(t) for t in TEXTS]
     ids = tokenizer.encode_batch(TEXTS)
     assert tokenizer.decode_batch(ids) == TEXTS
+
+
+def test_threads_may_share_a_tokenizer(tokenizer):
+    """Half of them encode special names as tokens, half as text."""
+    text = "a<|eos|>b" * 50
+
+    def encode(special):
+        return [tokenizer.encode_batch([text] * 4, special=special) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(encode, [True, False] * 8))
+    for special, got in zip([True, False] * 8, results, strict=True):
+        assert got == [[tokenizer.encode(text, special=special)] * 4] * 20
 
 
 def test_training_is_deterministic_and_fingerprints_tell_tokenizers_apart(tokenizer):

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Core
@@ -178,6 +179,7 @@ def test_refusals():
         render_chat(make(None), CHAT)
     with pytest.raises(DataError, match="control token"):
         render_chat(tokenizer, [{"role": "user", "content": "<|im_end|>"}, CHAT[1]])
+    bad: Any
     for bad in ("text", [], [1], [{"content": "x"}], [{"role": "user"}], None):
         with pytest.raises(DataError, match="message"):
             render_chat(tokenizer, bad)

@@ -24,6 +24,15 @@ from stepwell.types import DataError
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
+
+class UnusableRow(DataError):
+    """One conversation that cannot be trained on; `reason` is a short key that gets counted."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
 # Noncharacters, reserved by Unicode for a program's internal use: they mark generated spans.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
@@ -41,8 +50,9 @@ def render_chat(
     There is one bos if the tokenizer uses one, and a last assistant turn whose template ends it
     without a special token gets one eos. Templates with `{% generation %}` say themselves what is
     trained; for others it is what follows the generation prompt, up to the end of the turn.
-    Raises DataError for no template, a template's own refusal, a special token inside a message,
-    and a mask of all zeros, or of all ones although there is a prompt.
+    Raises DataError for no template or a broken one, and its subclass UnusableRow for a template's
+    own refusal, a special token inside a message, and a mask of all zeros, or of all ones although
+    there is a prompt.
     """
     check_messages(messages, tokenizer)
     template = _template_of(tokenizer)
@@ -55,9 +65,10 @@ def render_chat(
     if len(spans) == len(assistant_at):
         spans = [s for s, i in zip(spans, assistant_at, strict=True) if i >= train_from]
     elif train_from:
-        raise DataError(
+        raise UnusableRow(
+            "unclear_mask",
             f"the template marks {len(spans)} generated parts for {len(assistant_at)} assistant "
-            "messages, so the trained ones cannot be told from the prompt's"
+            "messages, so the trained ones cannot be told from the prompt's",
         )
     ids, offsets = tokenizer.encode_with_offsets(text)
     mask = _mask(offsets, spans)
@@ -87,10 +98,12 @@ def render_completion(
     """ids and mask of plain text without a template: bos (if used), prompt, completion, eos.
 
     The two are encoded apart, so that the prompt's ids are those that sampling starts from.
-    Raises DataError for an empty completion.
+    Raises UnusableRow for an empty completion.
     """
     if not completion:
-        raise DataError("the completion is empty: there is nothing to train on")
+        raise UnusableRow(
+            "empty_completion", "the completion is empty: there is nothing to train on"
+        )
     head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     head += tokenizer.encode(prompt, special=False)
     tail = [*tokenizer.encode(completion, special=False), tokenizer.eos_id]
@@ -112,36 +125,43 @@ def render_text(
 
 
 def check_messages(messages: Any, tokenizer: Tokenizer) -> None:
-    """Raises DataError unless `messages` is a list of {role, content} without control tokens."""
+    """Raises UnusableRow unless `messages` is a list of {role, content} without control tokens."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise DataError(f"messages must be a list of at least one message, not {messages!r:.80}")
+        raise UnusableRow(
+            "bad_messages", f"messages must be a list of at least one message, not {messages!r:.80}"
+        )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DataError(f"message {i} must be an object with a role, not {message!r:.80}")
+            raise UnusableRow(
+                "bad_messages", f"message {i} must be an object with a role, not {message!r:.80}"
+            )
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
-            raise DataError(f"message {i} ({message['role']}) has no content")
+            raise UnusableRow("bad_messages", f"message {i} ({message['role']}) has no content")
         if not isinstance(content, str):
             continue
         for token in (*tokenizer.special_tokens, OPEN, CLOSE):
             if token in content:
-                raise DataError(
+                raise UnusableRow(
+                    "control_token",
                     f"message {i} ({message['role']}) holds {token!r}, which is a control token "
-                    "of this tokenizer: it would be read as the end of a turn or the like"
+                    "of this tokenizer: it would be read as the end of a turn or the like",
                 )
 
 
 def check_mask(mask: Sequence[int], has_prompt: bool) -> None:
-    """Raises DataError for a mask that trains on nothing, or on everything despite a prompt."""
+    """Raises UnusableRow for a mask that trains on nothing, or on everything despite a prompt."""
     if not any(mask):
-        raise DataError(
+        raise UnusableRow(
+            "mask_all_zeros",
             "the loss mask is all zeros: no assistant token was found (look at it with "
-            "data.chat.preview)"
+            "data.chat.preview)",
         )
     if has_prompt and all(mask):
-        raise DataError(
+        raise UnusableRow(
+            "mask_all_ones",
             "the loss mask is all ones although there is a prompt: the template's generation "
-            "marks cover it (look at it with data.chat.preview)"
+            "marks cover it (look at it with data.chat.preview)",
         )
 
 
@@ -236,7 +256,9 @@ def _render(
     except DataError:
         raise
     except Exception as error:  # a template is data: whatever it does wrong is a bad input
-        raise DataError(f"the chat template refuses the messages: {error}") from error
+        raise UnusableRow(
+            "template_refused", f"the chat template refuses the messages: {error}"
+        ) from error
 
 
 def _take_marks(marked: str) -> tuple[str, list[Span]]:
@@ -291,10 +313,11 @@ def _find_content(message: Message, text: str, start: int) -> int:
     content = message.get("content")
     found = text.find(content.strip(), start) if isinstance(content, str) else -1
     if found < 0:
-        raise DataError(
+        raise UnusableRow(
+            "unclear_mask",
             "cannot tell where the assistant's answer begins in the rendering: the template "
             "renders a part of the conversation differently from the whole; mark the answer with "
-            "{% generation %} in the template"
+            "{% generation %} in the template",
         )
     return found
 

@@ -51,7 +51,10 @@ def pretrain_stream(
     weights = _normalised([weight for _, weight in stores])
     num_rows = [num_windows(store, seq_len) for store, _ in stores]
     first_id = np.cumsum([0, *num_rows[:-1]])
-    data = [[store.manifest["tokenizer"][:12], store.num_tokens] for store, _ in stores]
+    data = [
+        [store.manifest["tokenizer"][:12], store.num_tokens, weight]
+        for (store, _), weight in zip(stores, weights, strict=True)
+    ]
     origin = {"kind": "windows", "seq_len": seq_len, "seed": seed, "data": data, "shuffle": shuffle}
     counts = _resume(state, origin, len(stores))
     mine = rank_rows(rows_per_step, rank, world)
@@ -223,9 +226,7 @@ def _window_batch(
 def _usable_docs(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Places that each document takes, and which of them have a trained token in reach."""
     places = np.minimum(store.doc_lengths(), seq_len) - 1
-    usable = np.array(
-        [i for i in range(store.num_docs) if store.doc_mask(i)[1:seq_len].any()], dtype=np.int64
-    )
+    usable = np.flatnonzero(store.trained_tokens(seq_len))
     if not len(usable):
         raise DataError(
             f"no document of {store.folder} has a trained token among its first {seq_len}"

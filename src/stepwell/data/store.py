@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -276,6 +277,21 @@ class TokenStore:
         """int64 (num_docs,): tokens of each document."""
         return np.concatenate([np.diff(starts) for starts in self._starts])
 
+    def trained_tokens(self, max_length: int) -> np.ndarray:
+        """int64 (num_docs,): trained tokens of each document's first `max_length`, without the
+        first token, which is never predicted."""
+        lengths = self.doc_lengths()
+        if not self.with_mask:
+            return np.minimum(lengths, max_length) - 1
+        counts = [
+            np.add.reduceat(mask, starts[:-1], dtype=np.int64) - mask[starts[:-1]]
+            for mask, starts in zip(self._masks, self._starts, strict=True)
+        ]
+        out = np.concatenate(counts)
+        for i in np.flatnonzero(lengths > max_length).tolist():
+            out[i] = self.doc_mask(i)[1:max_length].sum()
+        return out
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` to `stop` of all documents strung together."""
         return self._slice(self._tokens, start, stop)
@@ -298,7 +314,7 @@ class TokenStore:
             parts.append(starts[max(low, 0) : min(high, len(starts) - 1)] + offset)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _slice(self, arrays: list[np.ndarray], start: int, stop: int) -> np.ndarray:
+    def _slice(self, arrays: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of a store of {self.num_tokens}")
         parts = []
@@ -403,4 +419,4 @@ def _running_sum(values: Iterable[int]) -> list[int]:
 
 def _find(firsts: list[int], value: int) -> int:
     """The last of `firsts` that is at most `value`."""
-    return int(np.searchsorted(firsts, value, "right")) - 1
+    return bisect_right(firsts, value) - 1

@@ -1,0 +1,246 @@
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepwell.data.batch import concat
+from stepwell.data.loader import (
+    num_windows,
+    packed_stream,
+    packing_report,
+    pretrain_stream,
+    rank_rows,
+)
+from stepwell.data.store import StoreWriter, TokenStore
+from stepwell.types import CheckpointError, ConfigError, DataError
+
+SEQ_LEN = 8
+
+
+def make_store(folder, lengths, masks=None, first=0, shard_tokens=1 << 20) -> TokenStore:
+    """Documents whose tokens count upwards through the whole store."""
+    with StoreWriter(folder, "print", 1 << 20, masks is not None, shard_tokens) as writer:
+        for i, length in enumerate(lengths):
+            writer.add(np.arange(first, first + length), None if masks is None else masks[i])
+            first += length
+    return TokenStore.open(folder)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> TokenStore:
+    lengths = [3, 1, 30, 2, 2, 5, 17, 8, 8, 1, 1, 40, 6, 9, 12, 20]
+    return make_store(tmp_path_factory.mktemp("s") / "s", lengths, shard_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory) -> TokenStore:
+    return make_store(tmp_path_factory.mktemp("b") / "b", [50] * 40, first=1000)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> TokenStore:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, 30, 60).tolist()
+    masks = [[0] * (n // 2) + [1] * (n - n // 2) for n in lengths]
+    return make_store(tmp_path_factory.mktemp("c") / "c", lengths, masks)
+
+
+def take(stream, n):
+    return list(islice(stream, n))
+
+
+def sample_ids(batches) -> list[int]:
+    return [i for batch, _ in batches for i in batch.sample_ids]
+
+
+def test_rows_are_windows_of_the_stream(store):
+    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, shuffle=False), 1)
+    assert num_windows(store, SEQ_LEN) == 20
+    assert torch.equal(batch.tokens_BT.flatten(), torch.arange(160))
+    assert torch.equal(batch.targets_BT, batch.tokens_BT + 1)
+    assert batch.sample_ids == tuple(range(20))
+
+
+def test_positions_continue_across_windows_and_targets_stay_in_their_document(store):
+    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, shuffle=False), 1)
+    lengths = store.doc_lengths()
+    doc = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    position = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
+    assert torch.equal(batch.positions_BT.flatten(), position[:160])
+    expected = (doc[:160] == doc[1:161]).float()
+    assert torch.equal(batch.weights_BT.flatten(), expected)
+    doc_BT = doc[:160].view(20, SEQ_LEN)
+    runs_BT = torch.zeros_like(doc_BT)
+    runs_BT[:, 1:] = (doc_BT[:, 1:] != doc_BT[:, :-1]).cumsum(1)
+    assert torch.equal(batch.docs_BT.long(), runs_BT)
+    assert batch.docs_BT.dtype == torch.int32
+
+
+def test_without_document_mask_a_row_is_one_text(store):
+    stream = pretrain_stream([(store, 1)], SEQ_LEN, 20, document_mask=False)
+    ((batch, _),) = take(stream, 1)
+    assert batch.weights_BT.min() == 1
+    assert batch.docs_BT.abs().max() == 0
+    assert torch.equal(batch.positions_BT, torch.arange(SEQ_LEN).expand(20, -1))
+
+
+def test_every_epoch_has_each_window_once_in_its_own_order(store):
+    ids = sample_ids(take(pretrain_stream([(store, 1)], SEQ_LEN, 4), 15))
+    epochs = [ids[start : start + 20] for start in (0, 20, 40)]
+    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    other = sample_ids(take(pretrain_stream([(store, 1)], SEQ_LEN, 4, seed=1), 5))
+    assert other != epochs[0]
+    assert sample_ids(take(pretrain_stream([(store, 1)], SEQ_LEN, 4), 5)) == epochs[0]
+
+
+def test_sample_ids_name_their_rows(store, big):
+    for batch, _ in take(pretrain_stream([(store, 1), (big, 2)], SEQ_LEN, 6), 9):
+        for row, sample in enumerate(batch.sample_ids):
+            start = sample * SEQ_LEN if sample < 20 else 1000 + (sample - 20) * SEQ_LEN
+            assert batch.tokens_BT[row].tolist() == list(range(start, start + SEQ_LEN))
+
+
+@given(
+    rows=st.integers(1, 13),
+    worlds=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    steps=st.integers(1, 7),
+    packed=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_order_is_global_and_resume_exact_at_any_world_size(
+    store, big, chats, rows, worlds, steps, packed
+):
+    """4 -> 8 -> 6 ranks and the like, past epochs' ends: the rows of one rank's run."""
+
+    def stream(rank, world, state=None):
+        if packed:
+            return packed_stream(chats, 40, rows, rank, world, state=state)
+        mixture = [(store, 0.3), (big, 0.7)]
+        return pretrain_stream(mixture, SEQ_LEN, rows, rank, world, state=state)
+
+    whole = take(stream(0, 1), steps * len(worlds))
+    state, got = None, []
+    for world in worlds:
+        parts = [take(stream(rank, world, state), steps) for rank in range(world)]
+        for step in range(steps):
+            states = [part[step][1] for part in parts]
+            assert all(s == states[0] for s in states)
+            got.append((concat([part[step][0] for part in parts]), states[0]))
+        state = json.loads(json.dumps(got[-1][1]))
+    for (batch, batch_state), (expected, expected_state) in zip(got, whole, strict=True):
+        assert batch_state == expected_state
+        assert batch.sample_ids == expected.sample_ids
+        for name in ("tokens_BT", "targets_BT", "weights_BT", "positions_BT", "docs_BT"):
+            assert torch.equal(getattr(batch, name), getattr(expected, name))
+
+
+def test_state_saved_at_an_epochs_end_starts_the_next(store):
+    whole = take(pretrain_stream([(store, 1)], SEQ_LEN, 5), 8)
+    again = take(pretrain_stream([(store, 1)], SEQ_LEN, 5, state=whole[3][1]), 4)
+    assert sample_ids(whole[:4]) != sample_ids(again)
+    assert sorted(sample_ids(again)) == list(range(20))
+    assert sample_ids(again) == sample_ids(whole[4:])
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_rank_shares_partition_the_step(rows, world):
+    shares = [rank_rows(rows, rank, world) for rank in range(world)]
+    assert [j for share in shares for j in share] == list(range(rows))
+    assert all(j * world // rows == rank for rank in range(world) for j in shares[rank])
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_even_mixture_in_every_window_of_samples(store, big, shuffle):
+    ids = sample_ids(
+        take(pretrain_stream([(store, 1), (big, 1)], SEQ_LEN, 100, shuffle=shuffle), 30)
+    )
+    first = np.convolve(np.array(ids) < 20, np.ones(1000), "valid")
+    assert np.abs(first - 500).max() <= 25
+
+
+def test_rare_source_never_overruns(store, big):
+    ids = np.array(
+        sample_ids(take(pretrain_stream([(store, 0.001), (big, 0.999)], SEQ_LEN, 250), 40))
+    )
+    rare = np.cumsum(ids < 20)
+    assert np.abs(rare - 0.001 * np.arange(1, len(ids) + 1)).max() <= 1
+    assert rare[-1] == 10
+    assert ids.max() < 20 + num_windows(big, SEQ_LEN)
+
+
+def test_packed_epochs_hold_each_document_once(chats):
+    report = packing_report(chats, 40)
+    assert report["docs"] == 60
+    assert report["truncated"] == report["no_trained_tokens"] == 0
+    stream = packed_stream(chats, 40, report["rows"])
+    orders = []
+    for batch, _ in take(stream, 3):
+        real = batch.docs_BT >= 0
+        starts = batch.tokens_BT[real & (batch.positions_BT == 0)].tolist()
+        assert sorted(starts) == np.cumsum([0, *chats.doc_lengths()[:-1]]).tolist()
+        trained = sum(int(chats.doc_mask(i)[1:].sum()) for i in range(60))
+        assert batch.weights_BT.sum() == trained
+        assert batch.weights_BT[~real].sum() == 0
+        assert real.float().mean() > 0.9
+        orders.append(starts)
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_packed_rows_in_the_given_order_without_shuffle(chats):
+    batches = take(packed_stream(chats, 40, 1, shuffle=False), packing_report(chats, 40)["rows"])
+    firsts = [int(batch.tokens_BT[0, 0]) for batch, _ in batches]
+    assert firsts == sorted(firsts)
+
+
+def test_truncated_prompts_and_documents_without_trained_tokens(tmp_path):
+    lengths = [40, 13, 45, 6]
+    masks = [[0] * 10 + [1] * 30, [0] * 10 + [1] * 3, [0] * 20 + [1] * 25, [0] * 6]
+    store = make_store(tmp_path / "s", lengths, masks)
+    report = packing_report(store, 20)
+    assert report == {"rows": 2, "docs": 2, "truncated": 1, "no_trained_tokens": 2}
+    ((batch, _),) = take(packed_stream(store, 20, 2, shuffle=False), 1)
+    assert batch.weights_BT.sum(1).tolist() == [10, 3]
+    assert torch.isfinite(batch.weights_BT).all()
+    with pytest.raises(DataError, match="no document"):
+        next(packed_stream(store, 5, 2))
+
+
+def test_masks_of_a_store_count_in_windows_too(chats):
+    ((batch, _),) = take(pretrain_stream([(chats, 1)], 16, 10, shuffle=False), 1)
+    mask = torch.from_numpy(chats.read_mask(1, 161).copy()).float()
+    border = batch.positions_BT.flatten()[1:] == 0
+    expected = mask.clone()
+    expected[:159][border] = 0
+    assert torch.equal(batch.weights_BT.flatten()[:159], expected[:159])
+
+
+def test_refusals(store, big, tmp_path):
+    with pytest.raises(ConfigError, match="at least one store"):
+        next(pretrain_stream([], SEQ_LEN, 4))
+    with pytest.raises(ConfigError, match="positive number, not 0"):
+        next(pretrain_stream([(store, 0)], SEQ_LEN, 4))
+    with pytest.raises(ConfigError, match="rank=2 must lie"):
+        next(pretrain_stream([(store, 1)], SEQ_LEN, 4, 2, 2))
+    with pytest.raises(ConfigError, match="rows_per_step=0"):
+        next(pretrain_stream([(store, 1)], SEQ_LEN, 0))
+    with pytest.raises(DataError, match="the longest that fits is 164"):
+        next(pretrain_stream([(store, 1)], 200, 4))
+    _, state = next(pretrain_stream([(store, 1)], SEQ_LEN, 4))
+    with pytest.raises(CheckpointError, match="seq_len was 8 and is now 16"):
+        next(pretrain_stream([(store, 1)], 16, 4, state=state))
+    with pytest.raises(CheckpointError, match="data was"):
+        next(pretrain_stream([(store, 1), (big, 1)], SEQ_LEN, 4, state=state))
+    with pytest.raises(CheckpointError, match="kind was"):
+        next(packed_stream(store, SEQ_LEN, 4, state=state))
+
+
+def test_more_ranks_than_rows_leave_some_without(store):
+    batches = [next(pretrain_stream([(store, 1)], SEQ_LEN, 2, r, 5))[0] for r in range(5)]
+    assert sum(b.num_rows for b in batches) == 2
+    assert all(b.tokens_BT.shape[1] == SEQ_LEN for b in batches)
