@@ -16,13 +16,13 @@ from stepwell.parallel.init import normal_
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.train import checkpoint
 from stepwell.train.checkpoint import (
-    checkpoint_folder,
     latest,
     load_checkpoint,
     prune,
     read_state,
     remove_leftovers,
     save_checkpoint,
+    step_folder,
     verify,
 )
 from stepwell.train.optim import build_optimizer
@@ -102,7 +102,7 @@ def _load_and_step(folder, mesh):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_one_process_round_trip(tmp_path, asynchronous):
-    folder = checkpoint_folder(tmp_path, 2)
+    folder = step_folder(tmp_path, 2)
     assert _save(folder, ONE, asynchronous, step=2, data={"epoch": 1}) == folder
     assert read_state(folder) == {"step": 2, "data": {"epoch": 1}}
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000002"]
@@ -129,7 +129,7 @@ def _load_on_ranks(folder, replicate):
 
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_saved_on_four_ranks_while_training_goes_on_loads_on_two_three_and_one(tmp_path, replicate):
-    folder = checkpoint_folder(tmp_path, 2)
+    folder = step_folder(tmp_path, 2)
     saves = run_ranks(_save_on_ranks, 4, folder, replicate)
     for returned, names, state in saves:
         assert returned == folder
@@ -146,7 +146,7 @@ def test_saved_on_four_ranks_while_training_goes_on_loads_on_two_three_and_one(t
 
 
 def test_one_process_checkpoint_loads_on_ranks(tmp_path):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE)
+    folder = _save(step_folder(tmp_path, 2), ONE)
     for state, _ in run_ranks(_load_on_ranks, 4, folder, 2):
         _equal(state, _expected()[0])
 
@@ -170,7 +170,7 @@ def _flip(path, position):
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damage_is_found_and_the_file_named(tmp_path, name, damage):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE, step=2)
+    folder = _save(step_folder(tmp_path, 2), ONE, step=2)
     path = folder / name
     if damage == "truncate":
         path.write_bytes(path.read_bytes()[:-1])
@@ -194,7 +194,7 @@ def _damaged_on_ranks(folder):
 
 
 def test_every_rank_learns_of_damage_that_one_found(tmp_path):
-    folder = checkpoint_folder(tmp_path, 2)
+    folder = step_folder(tmp_path, 2)
     run_ranks(_save_on_ranks, 3, folder, 1)
     _flip(folder / "__1_0.distcp", 900)
     errors = run_ranks(_damaged_on_ranks, 2, folder)
@@ -204,7 +204,7 @@ def test_every_rank_learns_of_damage_that_one_found(tmp_path):
 
 @pytest.mark.parametrize("content", [None, "", "{}", '{"files": {}}'])
 def test_a_damaged_manifest_is_an_error(tmp_path, content):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE)
+    folder = _save(step_folder(tmp_path, 2), ONE)
     (folder / "manifest.json").unlink()
     if content is not None:
         (folder / "manifest.json").write_text(content)
@@ -213,7 +213,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path, content):
 
 
 def test_loading_is_strict_both_ways(tmp_path):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE)
+    folder = _save(step_folder(tmp_path, 2), ONE)
     parameters = _parameters(ONE, 99)
     del parameters["norm.weight"]
     parameters["head.weight"] = torch.zeros(3)
@@ -232,7 +232,7 @@ def test_loading_is_strict_both_ways(tmp_path):
 
 
 def test_another_optimizer_is_named_and_weights_alone_load(tmp_path):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE)
+    folder = _save(step_folder(tmp_path, 2), ONE)
     parameters = _parameters(ONE, 99)
     muon = build_optimizer(parameters.items(), OptimConfig(kind="muon"))
     with pytest.raises(CheckpointError, match=r"optim\.blocks\.0\.w\.momentum_buffer"):
@@ -242,10 +242,12 @@ def test_another_optimizer_is_named_and_weights_alone_load(tmp_path):
 
 
 def test_another_architecture_is_named_by_its_dimensions(tmp_path):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE, dimensions={"d_model": 5, "num_layers": 1})
+    folder = _save(step_folder(tmp_path, 2), ONE, model={"d_model": 5, "num_layers": 1})
     _load(folder, ONE, {"d_model": 5, "num_layers": 1})
     with pytest.raises(CheckpointError, match="num_layers is 1 there and 2 here"):
         _load(folder, ONE, {"d_model": 5, "num_layers": 2})
+    with pytest.raises(CheckpointError, match="num_layers is 1 there and None here"):
+        _load(folder, ONE, {"d_model": 5})
 
 
 class _Evil:
@@ -254,7 +256,7 @@ class _Evil:
 
 
 def test_an_index_from_elsewhere_cannot_run_code(tmp_path, capsys):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE)
+    folder = _save(step_folder(tmp_path, 2), ONE)
     index = folder / ".metadata"
     index.write_bytes(pickle.dumps(_Evil()))
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -266,7 +268,7 @@ def test_an_index_from_elsewhere_cannot_run_code(tmp_path, capsys):
 
 
 def test_saving_again_replaces(tmp_path):
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE, step=2, take=1)
+    folder = _save(step_folder(tmp_path, 2), ONE, step=2, take=1)
     _save(folder, ONE, step=2, take=2)
     assert read_state(folder)["take"] == 2
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
@@ -313,11 +315,11 @@ def test_too_little_free_space_is_refused_with_numbers(tmp_path, monkeypatch):
 _KILLED = """
 import sys, torch
 from stepwell.parallel.mesh import Mesh
-from stepwell.train.checkpoint import checkpoint_folder, save_checkpoint
+from stepwell.train.checkpoint import step_folder, save_checkpoint
 mesh = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
 state = {f"w{i}": torch.zeros(1_000_000) for i in range(10)}
 for step in range(1, 1000):
-    folder = checkpoint_folder(sys.argv[1], step)
+    folder = step_folder(sys.argv[1], step)
     save_checkpoint(folder, state, {}, {"step": step}, mesh, True).wait()
 """
 
@@ -350,7 +352,7 @@ def test_kill_9_during_a_save_leaves_a_loadable_run(tmp_path):
 def test_leftovers_are_ignored_cleaned_and_a_half_done_replacement_is_undone(tmp_path):
     assert latest(tmp_path) is None
     assert remove_leftovers(tmp_path) == []
-    folder = _save(checkpoint_folder(tmp_path, 2), ONE, step=2)
+    folder = _save(step_folder(tmp_path, 2), ONE, step=2)
     shutil.copytree(folder, folder.with_name(".step-00000009.writing"))
     folder.rename(folder.with_name(".step-00000002.replaced"))
     assert latest(tmp_path) is None
@@ -363,14 +365,13 @@ def test_leftovers_are_ignored_cleaned_and_a_half_done_replacement_is_undone(tmp
 def test_prune_keeps_the_last_and_the_best(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: None}
     for step, loss in losses.items():
-        metrics = {} if loss is None else {"eval/loss": loss}
-        save_checkpoint(
-            checkpoint_folder(tmp_path, step), {"w": torch.zeros(2)}, {}, {"metrics": metrics}, ONE
-        )
+        extra = {"metrics": {} if loss is None else {"eval/loss": loss}}
+        extra = extra if step % 2 else {"extra": extra}
+        save_checkpoint(step_folder(tmp_path, step), {"w": torch.zeros(2)}, {}, extra, ONE)
     removed = prune(tmp_path, keep_last=2, keep_best=1)
     assert [path.name for path in removed] == ["step-00000001", "step-00000003"]
-    assert latest(tmp_path) == checkpoint_folder(tmp_path, 5)
+    assert latest(tmp_path) == step_folder(tmp_path, 5)
     removed = prune(tmp_path, keep_last=1, keep_best=1, higher_is_better=True)
     assert [path.name for path in removed] == ["step-00000002"]
     assert prune(tmp_path, keep_last=9) == []
-    assert prune(tmp_path, keep_last=1) == [checkpoint_folder(tmp_path, 4)]
+    assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 4)]

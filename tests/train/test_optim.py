@@ -1,5 +1,6 @@
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_muon_takes_hidden_matrices_only_and_each_kind_has_its_rate():
 
 
 def test_muon_update_is_nearly_orthogonal():
-    model = Tiny()
+    model: Any = Tiny()
     config = OptimConfig(kind="muon", muon_lr=1.0, weight_decay=0.0)
     before = _weights(model)["blocks.0.weight"]
     optimizer = build_optimizer(model.named_parameters(), config)

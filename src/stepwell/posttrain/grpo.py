@@ -46,7 +46,8 @@ def policy_loss(method: GRPO) -> Loss:
     is exactly 1). Metrics: entropy, KL to the sampling policy (k3 estimate), clipped share."""
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
-        assert outputs.logprobs_BT is not None and outputs.entropy_BT is not None
+        assert outputs.logprobs_BT is not None
+        assert outputs.entropy_BT is not None
         logprobs_BT = outputs.logprobs_BT
         old_BT = batch.extra["old_logprobs"]
         old_BT = torch.where(old_BT.isnan(), logprobs_BT.detach(), old_BT)

@@ -224,7 +224,7 @@ class Engine:
             "updates": self.updates,
             "guard": self.guard.state(),
             "optim": self.optimizer.hyperparameters(),
-            "dimensions": _dimensions(self.run),
+            "model": _dimensions(self.run),
             "extra": extra,
         }
         return checkpoint.save_checkpoint(
