@@ -1,5 +1,7 @@
 """FSDP2 against one process, in float64: every gradient, the norm and the weights after a step."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -29,7 +31,7 @@ EXACT = PrecisionConfig(param="fp64", compute="fp64", reduce="fp64")
 ROWS, LENGTH, CLIP = 12, 9, 0.05
 
 
-def _build(mesh, layout, cfg=CFG, precision=EXACT):
+def _build(mesh, layout, cfg=CFG, precision=EXACT) -> Any:
     dtype = torch.float64 if precision.param == "fp64" else torch.float32
     with torch.device("meta"):
         decoder = Decoder(cfg).to(dtype)
@@ -82,6 +84,30 @@ def _step(mesh, layout, num_micro_batches, cfg=CFG):
         "units": sum(isinstance(m, FSDPModule) for m in decoder.modules()),
         "sharded": all(isinstance(p, DTensor) for p in parameters.values()),
     }
+
+
+def _scored_between_steps(reshard):
+    """A forward pass without a backward must leave nothing behind that is saved or loaded into."""
+    layout = LayoutConfig(reshard_after_forward=reshard)
+    mesh = init_distributed(layout)
+    decoder = _build(mesh, layout, precision=PrecisionConfig())
+    before = {name: _full(p) for name, p in decoder.named_parameters()}
+    rows = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
+    with torch.no_grad():
+        first = _loss(decoder, rows, torch.bfloat16)
+        after = dict(decoder.named_parameters())
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in after.values())
+        assert all(torch.equal(_full(p), before[name]) for name, p in after.items())
+        for p in after.values():
+            p.mul_(2.0)
+        assert _loss(decoder, rows, torch.bfloat16) != first
+    _loss(decoder, rows, torch.bfloat16).backward()
+    assert all(p.grad is not None for p in decoder.parameters())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_scoring_between_steps_leaves_float32_shards(reshard):
+    run_ranks(_scored_between_steps, 2, reshard)
 
 
 def _all_layouts(settings, tied):

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_float64_starts_from_the_same_weights():
 
 
 def test_rule_decides_and_wrappers_do_not_change_names():
-    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
     seen = {}
 
     def rule(name, shape):
@@ -104,8 +105,9 @@ def _sharded():
     full = {}
     for name, shape in SHAPES.items():
         for dim in range(len(shape)):
-            parameter = distribute_tensor(torch.empty(shape), mesh, [Shard(dim)])
-            full[name, dim] = normal_(parameter, 7, name, 0.02).full_tensor()
+            parameter: Any = distribute_tensor(torch.empty(shape), mesh, [Shard(dim)])
+            normal_(parameter, 7, name, 0.02)
+            full[name, dim] = parameter.full_tensor()
     return full
 
 
@@ -117,8 +119,9 @@ def _sharded_twice():
         ("blocks.0.wq.weight", [Shard(1), Shard(0)]),
         ("embed.weight", [Shard(0), Shard(0)]),
     ]:
-        parameter = distribute_tensor(torch.empty(SHAPES[name]), mesh, placements)
-        full[name, str(placements)] = normal_(parameter, 7, name, 0.02).full_tensor()
+        parameter: Any = distribute_tensor(torch.empty(SHAPES[name]), mesh, placements)
+        normal_(parameter, 7, name, 0.02)
+        full[name, str(placements)] = parameter.full_tensor()
     return full
 
 

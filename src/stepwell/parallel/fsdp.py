@@ -4,7 +4,7 @@ replicated over dp_replicate (ZeRO, 1910.02054; PyTorch FSDP, 2304.11277)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +15,6 @@ from stepwell.parallel.mesh import Mesh
 from stepwell.types import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
-class HasBlocks(Protocol):
-    blocks: nn.ModuleList
 
 
 def apply_fsdp(
@@ -58,6 +54,7 @@ def apply_fsdp(
     for unit in _units(decoder):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    decoder.register_forward_hook(_reshard_without_grad)
     return decoder
 
 
@@ -66,6 +63,14 @@ def set_gradient_sync(decoder: nn.Module, on: bool) -> None:
     reduce dtype, and are summed over the ranks once."""
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(on)
+
+
+def _reshard_without_grad(decoder: nn.Module, inputs: Any, outputs: Any) -> None:
+    # Units that stay gathered after their forward wait for a backward to shard them again. Without
+    # one, the module would show its gathered, rounded weights to whoever saves or loads next.
+    if not torch.is_grad_enabled():
+        for unit in _units(decoder):
+            unit.reshard()
 
 
 def _units(decoder: nn.Module) -> Iterator[FSDPModule]:

@@ -116,6 +116,8 @@ def init_distributed(
             timeout=timedelta(seconds=timeout_s),
             device_id=device if device_type == "cuda" else None,
         )
+    background = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(background, dist.ProcessGroup)
     return Mesh(
         world=world,
         rank=rank,
@@ -124,7 +126,7 @@ def init_distributed(
         dp_replicate=replicate,
         dp_shard=shard,
         device_mesh=init_device_mesh(device_type, (replicate, shard), mesh_dim_names=AXES),
-        background_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)),
+        background_group=background,
     )
 
 
@@ -166,10 +168,10 @@ def broadcast_object(value: Any, mesh: Mesh, source: int = 0) -> Any:
     return box[0]
 
 
-def all_gather_objects(value: Any, mesh: Mesh) -> list[Any]:
-    """Every rank's value, in rank order."""
+def all_gather_objects(value: Any, mesh: Mesh, background: bool = False) -> list[Any]:
+    """Every rank's value, in rank order. background: over the group beside training's."""
     if mesh.device_mesh is None:
         return [value]
     values: list[Any] = [None] * mesh.world
-    dist.all_gather_object(values, value, group=mesh.background_group)
+    dist.all_gather_object(values, value, group=mesh.background_group if background else None)
     return values

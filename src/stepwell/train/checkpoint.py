@@ -22,13 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from stepwell.parallel.init import global_name
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.types import CheckpointError
 
@@ -54,7 +56,7 @@ class SaveHandle:
         return self.result.done()
 
 
-def checkpoint_folder(run_dir: str | Path, step: int) -> Path:
+def step_folder(run_dir: str | Path, step: int) -> Path:
     return Path(run_dir) / "checkpoints" / f"step-{step:08d}"
 
 
@@ -100,14 +102,14 @@ def load_checkpoint(
     """Fills the given tensors in place, whatever mesh the checkpoint came from; returns `extra`.
 
     Everything is checked before a tensor is touched: every file against the manifest, `dimensions`
-    against `extra["dimensions"]`, and names, shapes and dtypes both ways. With optim_state None
+    against `extra["model"]`, and names, shapes and dtypes both ways. With optim_state None
     only the weights are read. Raises CheckpointError naming what does not fit.
     """
     folder = Path(folder)
     verify(folder, mesh)
     extra = read_state(folder)
     if dimensions is not None:
-        _check_dimensions(folder, extra.get("dimensions", {}), dimensions)
+        _check_dimensions(folder, extra.get("model", {}), dimensions)
     reader = _Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
     wanted = _prefixed(model_state, optim_state or {})
@@ -117,7 +119,7 @@ def load_checkpoint(
 
     def read() -> None:
         group = mesh.background_group
-        dcp.load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp_load(wanted, storage_reader=reader, process_group=group, no_dist=group is None)
 
     _together(read, mesh, f"cannot read the checkpoint {folder}")
     return extra
@@ -158,13 +160,16 @@ def prune(
     metric: str = "eval/loss",
     higher_is_better: bool = False,
 ) -> list[Path]:
-    """Removes all but the last `keep_last` checkpoints and the `keep_best` best by
-    `extra["metrics"][metric]`; returns what it removed. One rank calls it."""
+    """Removes all but the last `keep_last` checkpoints and the `keep_best` best by the state's
+    `metrics[metric]` (or its `extra.metrics[metric]`); returns what it removed. One rank calls it.
+    """
     complete = _complete(run_dir)
     kept = set(sorted(complete)[-max(keep_last, 1) :])
     scores = {}
     for step, folder in complete.items():
-        score = read_state(folder).get("metrics", {}).get(metric)
+        state = read_state(folder)
+        metrics = state.get("metrics") or state.get("extra", {}).get("metrics", {})
+        score = metrics.get(metric)
         if score is not None:
             scores[step] = -score if higher_is_better else score
     kept |= set(sorted(scores, key=lambda step: (scores[step], -step))[:keep_best])
@@ -203,7 +208,7 @@ def _write(folder: Path, state: dict[str, Tensor], text: str, mesh: Mesh) -> Pat
 
     def shards() -> dict[str, dict[str, Any]]:
         writer = FileSystemWriter(temporary)
-        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        dcp_save(state, storage_writer=writer, process_group=group, no_dist=group is None)
         mine = sorted(temporary.glob(f"__{mesh.rank}_*"))
         if mesh.is_main:
             mine.append(temporary / ".metadata")
@@ -237,7 +242,7 @@ def _together(work: Callable[[], Any], mesh: Mesh, trouble: str) -> list[Any]:
         error = "; ".join(f"rank {rank}: {exc}" for rank, (exc, _) in failure.failures.items())
     except (CheckpointError, OSError, RuntimeError, ValueError, pickle.PickleError) as failure:
         error = str(failure)
-    outcomes = all_gather_objects((result, error), mesh)
+    outcomes = all_gather_objects((result, error), mesh, background=True)
     errors = [error for _, error in outcomes if error is not None]
     if errors:
         raise CheckpointError(f"{trouble}: {errors[0]}")
@@ -245,7 +250,7 @@ def _together(work: Callable[[], Any], mesh: Mesh, trouble: str) -> list[Any]:
 
 
 def _prefixed(model: Mapping[str, Tensor], optim: Mapping[str, Tensor]) -> dict[str, Any]:
-    state = {f"model.{name}": value.detach() for name, value in model.items()}
+    state = {f"model.{global_name(name)}": value.detach() for name, value in model.items()}
     return state | {f"optim.{name}": value.detach() for name, value in optim.items()}
 
 
@@ -316,7 +321,7 @@ def _complete(run_dir: str | Path) -> dict[int, Path]:
 def _check_dimensions(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     differing = [
         f"{name} is {stored.get(name)!r} there and {value!r} here"
-        for name, value in wanted.items()
+        for name, value in (dict.fromkeys(stored) | dict(wanted)).items()
         if stored.get(name) != value
     ]
     if differing:

@@ -210,8 +210,9 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
     factor = max_norm / (norm + 1e-6)
     if max_norm == 0 or factor >= 1:
         return
-    locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in _gradients(parameters)]
-    torch._foreach_mul_(locals_, factor)
+    for gradient in _gradients(parameters):
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
