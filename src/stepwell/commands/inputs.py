@@ -1,0 +1,200 @@
+"""What several commands read: options, documents, and models wherever they are kept."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from stepwell.config import ModelConfig, Run
+from stepwell.types import CheckpointError, DataError, Document, Dropped
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stepwell.models.decode import DecodeWeights
+    from stepwell.tokenizer import Tokenizer
+
+Options = TypeVar("Options")
+Thing = TypeVar("Thing")
+PYTHON_SOURCES = ("stdlib-code", "stdlib-prose")
+
+
+def parse_options(name: str, options: type[Options], argv: Sequence[str]) -> Options:
+    """The options of `stepwell name`; tyro prints help and mistakes, and exits."""
+    import tyro
+
+    return tyro.cli(
+        options,
+        prog=f"stepwell {name}",
+        args=argv,
+        description=inspect.cleandoc(options.__doc__ or ""),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def shown(things: Iterable[Thing], what: str, every_s: float = 0.5) -> Iterator[Thing]:
+    """The same things, with their number and rate on a line of the terminal (if there is one)."""
+    if not sys.stderr.isatty():
+        yield from things
+        return
+    begin = last = time.perf_counter()
+    count = 0
+    for count, thing in enumerate(things, 1):
+        yield thing
+        now = time.perf_counter()
+        if now - last > every_s:
+            last = now
+            print(f"\r{count:,} {what}, {count / (now - begin):,.0f}/s ", end="", file=sys.stderr)
+    print(f"\r{count:,} {what} in {time.perf_counter() - begin:.1f} s    ", file=sys.stderr)
+
+
+# --- documents -----------------------------------------------------------------------------------
+
+
+def read_documents(
+    inputs: Sequence[str], text_column: str = "text"
+) -> Iterator[Document | Dropped]:
+    """Documents of each input in order: `.jsonl`, `.jsonl.gz` and `.parquet` rows, text files, the
+    source files of a folder, a curated folder, or Python's own library by name.
+
+    Raises DataError for no input, and for one that cannot be read.
+    """
+    if not inputs:
+        raise DataError(
+            f"no input: give files or folders, or {' or '.join(PYTHON_SOURCES)} for Python's own"
+        )
+    for name in inputs:
+        yield from _read_input(name, text_column)
+
+
+def _read_input(name: str, text_column: str) -> Iterable[Document | Dropped]:
+    from stepwell.data import sources
+
+    path = Path(name)
+    if name == "stdlib-code" and not path.exists():
+        return sources.stdlib_code()
+    if name == "stdlib-prose" and not path.exists():
+        return sources.stdlib_prose()
+    if (path / "kept.jsonl").is_file():
+        return sources.rows(path / "kept.jsonl", text_column)
+    if path.is_dir():
+        return sources.source_tree(path)
+    if not path.exists():
+        raise DataError(
+            f"there is no input {name!r}: give files or folders, or {' or '.join(PYTHON_SOURCES)}"
+        )
+    if path.suffix in (".txt", ".md", ".rst"):
+        return sources.text_files([path])
+    return sources.rows(path, text_column)
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """weights: yields (global name, full float32 tensor), and may be consumed once.
+
+    tokenizer: the folder or file it is in, None where there is none.
+    eos_ids: the ids that end an answer, as far as the model says so itself.
+    """
+
+    cfg: ModelConfig
+    weights: Iterator[tuple[str, Tensor]]
+    tokenizer: Path | None
+    eos_ids: tuple[int, ...] = ()
+
+
+def open_model(name: str, tokenizer: str | None = None) -> Model:
+    """A run's folder (its last checkpoint), a checkpoint, a Hugging Face folder or a `.gguf` file.
+
+    Raises CheckpointError for anything else, and for a damaged one.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        model = _open_gguf(path)
+    elif (path / "run.toml").is_file() or (path / "manifest.json").is_file():
+        model = _open_checkpoint(path)
+    elif (path / "config.json").is_file():
+        model = _open_hf(path)
+    else:
+        raise CheckpointError(
+            f"{name!r} holds no model: give a run's folder, a checkpoint, a Hugging Face folder "
+            "(with a config.json) or a .gguf file"
+        )
+    if tokenizer is not None:
+        model.tokenizer = Path(tokenizer)
+    return model
+
+
+def load_tokenizer(model: Model) -> Tokenizer:
+    """Raises CheckpointError when none is known or its ids exceed the model's vocabulary."""
+    from stepwell.tokenizer import Tokenizer
+
+    if model.tokenizer is None:
+        raise CheckpointError("this model comes without a tokenizer; name one with --tokenizer")
+    tokenizer = Tokenizer.load(model.tokenizer)
+    if tokenizer.vocab_size > model.cfg.vocab_size:
+        raise CheckpointError(
+            f"the tokenizer {model.tokenizer} has {tokenizer.vocab_size} ids but the model knows "
+            f"{model.cfg.vocab_size}; they do not belong together"
+        )
+    return tokenizer
+
+
+def decode_weights(model: Model, dtype: str) -> DecodeWeights:
+    """The model's weights as the sampler wants them; dtype: bf16 or fp32."""
+    import torch
+
+    from stepwell.models.decode import DecodeWeights
+
+    wanted = torch.bfloat16 if dtype == "bf16" else torch.float32
+    return DecodeWeights.pack(model.cfg, dict(model.weights), wanted)
+
+
+def _open_hf(path: Path) -> Model:
+    from stepwell.models.flops import parameter_shapes
+    from stepwell.models.hf import load_hf, read_eos_ids, read_hf_config
+
+    cfg = read_hf_config(path)
+    tokenizer = path if (path / "tokenizer.json").is_file() else None
+    return Model(cfg, load_hf(path, parameter_shapes(cfg)), tokenizer, read_eos_ids(path))
+
+
+def _open_gguf(path: Path) -> Model:
+    from stepwell.models.gguf import load_gguf
+
+    cfg, weights = load_gguf(path)
+    return Model(cfg, weights, None)
+
+
+def _open_checkpoint(path: Path) -> Model:
+    import torch
+
+    from stepwell.models.transformer import Decoder
+    from stepwell.parallel.mesh import Mesh
+    from stepwell.train.checkpoint import latest, load_checkpoint
+
+    folder, run_dir = (path, path.parent.parent) if _is_checkpoint(path) else (None, path)
+    folder = folder or latest(run_dir)
+    if folder is None:
+        raise CheckpointError(f"{path} holds no finished checkpoint")
+    run = Run.load(run_dir / "run.toml")
+    with torch.device("meta"):
+        decoder = Decoder(run.model)
+    dtype = torch.float64 if run.precision.param == "fp64" else torch.float32
+    decoder = decoder.to(dtype).to_empty(device="cpu")
+    state = {name: p.detach() for name, p in decoder.named_parameters()}
+    alone = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
+    load_checkpoint(folder, state, None, alone)
+    tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else None
+    return Model(run.model, iter(state.items()), tokenizer)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "manifest.json").is_file()
