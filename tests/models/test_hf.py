@@ -1,6 +1,7 @@
 """Weights and dimensions both ways against Transformers' own models, with random weights."""
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from stepwell.models.hf import (
     save_hf,
     whole_folder,
 )
-from stepwell.models.hf_config import config_from_hf, hf_name, our_name
+from stepwell.models.hf_config import config_from_hf, config_to_hf, hf_name, our_name
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import CheckpointError, ConfigError
@@ -255,6 +256,22 @@ def test_unsupported_features_are_refused_by_name(change, named):
         config_from_hf({**SMOLLM2, **change})
 
 
+def test_export_refuses_a_width_that_transformers_refuses():
+    cfg = ModelConfig(d_model=256, num_heads=6)
+    with pytest.raises(ConfigError, match=r"d_model=256.*num_heads=6.*nearest is 258"):
+        config_to_hf(cfg)
+    for change in ({"family": "mistral"}, {"family": "qwen3", "qk_norm": True}):
+        transformers.AutoConfig.for_model(**config_to_hf(cfg.model_copy(update=change)))
+
+
+def test_an_export_reads_with_the_keys_of_either_version():
+    cfg = ModelConfig(rope_theta=7e4, rope_scaling=RopeScaling(factor=32.0))
+    values = config_to_hf(cfg)
+    older = {k: v for k, v in values.items() if k != "rope_parameters"}
+    newer = {k: v for k, v in values.items() if k not in ("rope_theta", "rope_scaling")}
+    assert config_from_hf(older) == config_from_hf(newer) == cfg
+
+
 def test_names_are_a_bijection():
     cfg = ModelConfig(family="qwen2", qkv_bias=True, tied=False, num_layers=12)
     qwen3 = ModelConfig(family="qwen3", qk_norm=True)
@@ -305,6 +322,15 @@ def test_dtype_as_asked_or_as_stored(tmp_path):
     for name, tensor in load_hf(tmp_path, wanted(tmp_path), torch.float64):
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, stored[name].double())
+
+
+def test_loaded_tensors_do_not_depend_on_the_file(llama_folder):
+    loaded = dict(load_hf(llama_folder, wanted(llama_folder), dtype=None))
+    before = {name: tensor.clone() for name, tensor in loaded.items()}
+    with (llama_folder / "model.safetensors").open("r+b") as stream:
+        stream.seek(-3000, 2)
+        stream.write(b"\0" * 3000)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.items())
 
 
 def test_missing_surplus_and_wrong_shapes_are_named_together(llama_folder):
@@ -426,6 +452,27 @@ def test_sharded_export_streams_in_any_order_and_loads(tmp_path):
     assert torch.equal(model.model.norm.weight.data, state["norm.weight"])
 
 
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    alive: list[weakref.ref] = []
+
+    def counted(items):
+        for name, tensor in items:
+            assert not any(ref() is not None for ref in alive), name
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    def made():
+        return ((name, torch.ones(shape)) for name, shape in parameter_shapes(TINY).items())
+
+    save_hf(tmp_path / "out", TINY, counted(made()), torch.float32)
+    assert len(alive) == len(parameter_shapes(TINY))
+    alive.clear()
+    for _item in counted(load_hf(tmp_path / "out", parameter_shapes(TINY))):
+        del _item
+    assert len(alive) == len(parameter_shapes(TINY))
+
+
 def test_export_dtype_is_the_one_asked_for(tmp_path):
     """A float32 export of a bf16 model is float32, and a bf16 one of float32 masters bf16."""
     state = random_state(dtype=torch.bfloat16)
@@ -505,6 +552,19 @@ def test_an_export_is_replaced_only_when_asked_and_never_by_half_of_one(tmp_path
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         save_hf(folder, TINY, random_state().items(), torch.float32, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_export_left_is_mended(tmp_path):
+    """Killed while writing; killed between taking the old export away and naming the new one."""
+    folder = tmp_path / "out"
+    save_hf(folder, TINY, random_state().items(), torch.float32)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "half").write_text("x")
+    folder.rename(tmp_path / ".out.old")
+    with pytest.raises(CheckpointError, match="no tensor came"):
+        save_hf(folder, TINY, [], torch.float32)
+    assert read_hf_config(folder).vocab_size == TINY.vocab_size
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 

@@ -118,10 +118,14 @@ def load_hf(
             files = {item.file for item in stored.values()}
             handles = {file: stack.enter_context(_opened(file)) for file in sorted(files)}
             for name, item in stored.items():
-                tensor = handles[item.file].get_tensor(item.stored_name)
-                yield name, tensor.to(dtype or tensor.dtype, copy=True)
+                yield name, _owned(handles[item.file].get_tensor(item.stored_name), dtype)
 
     return tensors()
+
+
+def _owned(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy: what safetensors gives may be a view of the file."""
+    return tensor.to(dtype or tensor.dtype, copy=True)
 
 
 def read_eos_ids(folder: str | Path) -> tuple[int, ...]:
@@ -317,13 +321,8 @@ def _write_weights(
             raise CheckpointError(
                 f"cannot export {name}: it is {tuple(tensor.shape)}, expected {shapes[name]}"
             )
-        values = tensor.detach().to("cpu", dtype).contiguous()
-        if not torch.isfinite(values).all():
-            raise CheckpointError(f"cannot export {name}: it has non-finite values in {dtype}")
-        file, offset = places[name]
-        with file.open("r+b") as stream:
-            stream.seek(offset)
-            stream.write(values.view(-1).view(torch.uint8).numpy().data)
+        _write_tensor(*places[name], name, tensor, dtype)
+        del tensor  # or it would live on while the next one is made
         written.add(name)
     missing = [name for name in shapes if name not in written]
     if missing:
@@ -335,6 +334,15 @@ def _write_weights(
             folder / "model.safetensors.index.json",
             {"metadata": {"total_size": total}, "weight_map": weight_map},
         )
+
+
+def _write_tensor(file: Path, offset: int, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    values = tensor.detach().to("cpu", dtype).contiguous()
+    if not torch.isfinite(values).all():
+        raise CheckpointError(f"cannot export {name}: it has non-finite values in {dtype}")
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        stream.write(values.view(-1).view(torch.uint8).numpy().data)
 
 
 def _shard_names(

@@ -183,7 +183,16 @@ def _window_from_hf(family: str, values: Mapping[str, Any], where: str) -> int |
 
 
 def config_to_hf(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """ModelConfig -> config.json's values, in keys that Transformers 4 and 5 both read."""
+    """ModelConfig -> config.json's values, in keys that Transformers 4 and 5 both read.
+
+    Raises ConfigError for dimensions that Transformers refuses in this family.
+    """
+    if cfg.family == "llama" and cfg.d_model % cfg.num_heads:
+        nearest_width = cfg.num_heads * max(1, round(cfg.d_model / cfg.num_heads))
+        raise ConfigError(
+            f"model.d_model={cfg.d_model} must be a multiple of model.num_heads={cfg.num_heads} "
+            f"to be exported as a Llama; the nearest is {nearest_width}"
+        )
     values: dict[str, Any] = {
         "architectures": [ARCHITECTURES[cfg.family]],
         "model_type": cfg.family,
