@@ -244,6 +244,6 @@ def test_what_cannot_be_is_refused(decoder):
         run(Request(0, (1,)), num_slots=0)
     for bad in ({"temperature": -1}, {"top_p": 0}, {"top_k": -1}, {"max_new_tokens": 0}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
-            Sampling(**bad)
+            Sampling(**bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stop"):
         Sampling(stop="abc")  # type: ignore[arg-type]

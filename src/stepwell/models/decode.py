@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from stepwell.config import ModelConfig
 from stepwell.models.attention import attend
+from stepwell.models.flops import parameter_shapes
 from stepwell.models.layers import rms_norm, rope_angles, rope_frequencies, upcast
 from stepwell.types import CheckpointError, ConfigError, nearest
 
@@ -264,32 +265,8 @@ def _pack_layer(
     )
 
 
-def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter that a decoder of this configuration has."""
-    D, E, F_ = cfg.d_model, cfg.head_dim, cfg.d_ff
-    query, keyvalue = cfg.num_heads * E, cfg.num_kv_heads * E
-    layer: dict[str, tuple[int, ...]] = {
-        "attn_norm.weight": (D,),
-        "attn.wq.weight": (query, D),
-        "attn.wk.weight": (keyvalue, D),
-        "attn.wv.weight": (keyvalue, D),
-        "attn.wo.weight": (D, query),
-        "mlp_norm.weight": (D,),
-        "mlp.w_gate.weight": (F_, D),
-        "mlp.w_up.weight": (F_, D),
-        "mlp.w_down.weight": (D, F_),
-    }
-    if cfg.qkv_bias:
-        layer |= {f"attn.{w}.bias": layer[f"attn.{w}.weight"][:1] for w in ("wq", "wk", "wv")}
-    if cfg.qk_norm:
-        layer |= {"attn.q_norm.weight": (E,), "attn.k_norm.weight": (E,)}
-    shapes = {f"blocks.{i}.{n}": s for i in range(cfg.num_layers) for n, s in layer.items()}
-    shapes |= {"embed.weight": (cfg.vocab_size, D), "norm.weight": (D,)}
-    return shapes if cfg.tied else shapes | {"head.weight": (cfg.vocab_size, D)}
-
-
 def _check(cfg: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    shapes = _shapes(cfg)
+    shapes = parameter_shapes(cfg)
     for name, shape in shapes.items():
         if name not in state:
             raise CheckpointError(f"parameter {name!r} is missing{nearest(name, state)}")

@@ -1,0 +1,214 @@
+"""Groups of sampled answers with their rewards: what a policy-gradient step learns from.
+
+Token in, token out: ids and log-probabilities are kept as sampled, never rendered again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from stepwell.generate import Request, Sampling
+from stepwell.posttrain.verifiers import Verdict, Verifier, verify_each
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import Completion, ConfigError, DataError
+
+
+class Sampler(Protocol):
+    """The engine's side of sampling."""
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        tokenizer: Tokenizer | None = None,
+    ) -> list[Completion]: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: what the verifier sees. ids: what the model sees, rendered and encoded once.
+    columns: the other fields of the row, passed to the verifier, e.g. {"answer": "42"}."""
+
+    text: str
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one prompt."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [v.reward for v in self.verdicts]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    groups: tuple[Group, ...]
+
+    @property
+    def policy_version(self) -> int:
+        """The weights' version that sampled them. Raises DataError if there are several."""
+        versions = {c.policy_version for g in self.groups for c in g.completions}
+        if len(versions) != 1:
+            raise DataError(f"rollouts of policy versions {sorted(versions)}, not of one")
+        return versions.pop()
+
+    def staleness(self, version: int) -> int:
+        """How many updates the oldest rollout lags behind `version`."""
+        return version - min(c.policy_version for g in self.groups for c in g.completions)
+
+    @property
+    def num_errors(self) -> int:
+        """Graders that raised: no wrong answers."""
+        return self._count("error")
+
+    @property
+    def num_timeouts(self) -> int:
+        return self._count("timeout")
+
+    def _count(self, failure: str) -> int:
+        return sum(v.failure == failure for g in self.groups for v in g.verdicts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row a completion, for people and for metrics."""
+        return [
+            {
+                "prompt": group.prompt.text,
+                "completion": completion.text,
+                "reward": verdict.reward,
+                "failure": verdict.failure,
+                "detail": verdict.detail,
+                "num_tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "policy_version": completion.policy_version,
+            }
+            for group in self.groups
+            for completion, verdict in zip(group.completions, group.verdicts, strict=True)
+        ]
+
+    def documents(self) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
+        """(ids, mask, streams) of each completion: prompt and answer, 1 on the answer's tokens;
+        stream `sampler_logprobs` is what the sampler saw."""
+        return [
+            (
+                [*c.prompt_ids, *c.token_ids],
+                [0] * len(c.prompt_ids) + [1] * len(c.token_ids),
+                {"sampler_logprobs": [0.0] * len(c.prompt_ids) + list(c.logprobs)},
+            )
+            for g in self.groups
+            for c in g.completions
+        ]
+
+    def save(self, path: str | Path) -> None:
+        """One group a line, whole or not at all; `load` gives an equal value."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                for group in self.groups:
+                    file.write(json.dumps(dataclasses.asdict(group), ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> Rollouts:
+        """Raises DataError for a missing file and names the line of a broken one."""
+        try:
+            lines = Path(path).read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read rollouts {path}: {error}") from error
+        groups = []
+        for number, line in enumerate(lines, 1):
+            try:
+                groups.append(_group(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path}, line {number} is not a group of rollouts: {error}") from (
+                    error
+                )
+        return cls(tuple(groups))
+
+
+def collect(
+    engine: Sampler,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: Sampling,
+    verifier: Verifier,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    timeout_s: float = 10.0,
+) -> Rollouts:
+    """`group_size` answers to each prompt, on the engine's weights as they are now, scored.
+
+    An answer's seed is drawn from (seed, the prompt's ids, its number in the group), so the same
+    prompt gets the same answers whichever rank or place in the list it has. Every rank must call
+    it together. Raises ConfigError for group_size < 1 and for prompts the model can't continue.
+    """
+    if group_size < 1:
+        raise ConfigError(f"group_size={group_size} must be at least 1")
+    requests = [
+        Request(p * group_size + i, tuple(prompt.ids), seed=child)
+        for p, prompt in enumerate(prompts)
+        for i, child in enumerate(_seeds(seed, prompt.ids, group_size))
+    ]
+    completions = engine.generate(requests, sampling, tokenizer)
+    owners = [prompt for prompt in prompts for _ in range(group_size)]
+    verdicts = verify_each(
+        verifier,
+        [p.text for p in owners],
+        [c.text for c in completions],
+        [p.columns for p in owners],
+        timeout_s,
+    )
+    cuts = range(0, len(owners), group_size)
+    return Rollouts(
+        tuple(
+            Group(
+                prompt, tuple(completions[a : a + group_size]), tuple(verdicts[a : a + group_size])
+            )
+            for prompt, a in zip(prompts, cuts, strict=True)
+        )
+    )
+
+
+def _seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
+    entropy = np.random.SeedSequence([seed, len(prompt_ids), *prompt_ids])
+    return [int(s) for s in entropy.generate_state(count, np.uint64)]
+
+
+def _group(row: dict[str, Any]) -> Group:
+    prompt = row["prompt"]
+    return Group(
+        Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"]),
+        tuple(
+            Completion(
+                **{
+                    **c,
+                    "prompt_ids": tuple(c["prompt_ids"]),
+                    "token_ids": tuple(c["token_ids"]),
+                    "logprobs": tuple(c["logprobs"]),
+                }
+            )
+            for c in row["completions"]
+        ),
+        tuple(Verdict(**v) for v in row["verdicts"]),
+    )
