@@ -69,6 +69,7 @@ def example() -> ReportData:
             Accuracy("sft", 0.412, 0.371, 0.455, 512),
             Accuracy("grpo", 0.727, 0.688, 0.766, 512),
         ],
+        accuracy_note="None was seen in training.",
         speed=[Speed("pretrain", [1, 2, 3], [19_000.4, 19_520.6, 30_000.0], [0.4, 0.41, 0.5])],
         peak_flops_per_s=412e9,
         peak_source="measured bf16 matmul",
@@ -184,6 +185,7 @@ def test_accuracy(page):
         ["sft", "41.2 %", "37.1 – 45.5 %", "512"],
         ["grpo", "72.7 %", "68.8 – 76.6 %", "512"],
     ]
+    assert "None was seen in training." in page.words["accuracy"]
     assert "41.2 %" in page.words["accuracy"].split("after")[0]  # the label on the bar
 
 
@@ -327,8 +329,8 @@ def run_dir(tmp_path) -> Path:
                 },
             )
         log.event("skip", 7, reason="spike")
-    sample = {"prompt": "1+1=", "text": "2", "expected": "2", "reward": 1.0}
-    lines = [json.dumps({**sample, "text": "3", "reward": 0.0}), json.dumps(sample), '{"half']
+    sample = {"prompt": "1+1=", "completion": "2", "expected": "2", "reward": 1.0}
+    lines = [json.dumps({**sample, "completion": "3", "reward": 0.0}), json.dumps(sample), '{"half']
     (tmp_path / "samples.jsonl").write_text("\n".join(lines))
     return tmp_path
 

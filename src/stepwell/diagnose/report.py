@@ -122,7 +122,7 @@ class ReportData:
     """Everything on the page; each field may be left out.
 
     summary: a paragraph under the title. figures: numbers for the top, before the ones derived
-    here. peak_flops_per_s, peak_source, flop_convention: what MFU is measured by.
+    here. accuracy_note: what the problems are and how they were kept apart. peak_flops_per_s, peak_source, flop_convention: what MFU is measured by.
     config: name -> text of a resolved configuration (TOML). versions: package -> version.
     """
 
@@ -134,6 +134,7 @@ class ReportData:
     curves: Sequence[Curve] = ()
     rewards: Sequence[Curve] = ()
     accuracy: Sequence[Accuracy] = ()
+    accuracy_note: str = ""
     speed: Sequence[Speed] = ()
     peak_flops_per_s: float | None = None
     peak_source: str = ""
@@ -337,12 +338,14 @@ def wsd_phases(run: Run) -> list[tuple[str, float, float]]:
 
 
 def _read_samples(path: Path, stage: str) -> list[Sample]:
-    """The last samples of a file of {prompt, text, expected?, correct? or reward?} lines, one for
-    each prompt; a half last line is left out."""
+    """The last samples of a file of {prompt, completion (or text), expected?, correct? or
+    reward?} lines, one for each prompt; a reward of 1 is right. A half last line is left out."""
     latest: dict[str, Sample] = {}
     for row in read_lines(path):
-        correct = row.get("correct", None if row.get("reward") is None else row["reward"] > 0)
-        answer = Answer(str(row.get("stage", stage)), str(row.get("text", "")), correct)
+        correct = row.get("correct", None if row.get("reward") is None else row["reward"] >= 1)
+        answer = Answer(
+            str(row.get("stage", stage)), str(row.get("completion", row.get("text", ""))), correct
+        )
         prompt = str(row.get("prompt", ""))
         latest.pop(prompt, None)
         expected = row.get("expected", row.get("answer", ""))
