@@ -48,6 +48,8 @@ os.environ.setdefault(
 class Tokenizer:
     """Text to ids and back. Immutable, so any number of threads may encode with one.
 
+    eos_id ends a text; stop_ids: every id that ends an answer, eos_id first.
+
     spec: the text of a `tokenizer.json`.
     config: the values of a `tokenizer_config.json`; its `eos_token`, `bos_token`, `pad_token` and
     `chat_template` count. Without an `eos_token` the best known end-of-text token is taken.
@@ -69,9 +71,8 @@ class Tokenizer:
         self.pad_token: str = self._named("pad_token") or self.eos_token
         self.pad_id: int = self._id(self.pad_token)
         self.chat_template: str | None = _template(self._config.get("chat_template"))
-        self.stop_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([self.eos_id, *(vocabulary[t] for t in TURN_ENDS if t in vocabulary)])
-        )
+        ends = [vocabulary[t] for t in (*TURN_ENDS, *KNOWN_EOS) if t in self.special_tokens]
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([self.eos_id, *ends]))
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:

@@ -177,8 +177,13 @@ def test_refusals():
         render_chat(make(everything), [CHAT[0]])
     with pytest.raises(DataError, match="no chat template"):
         render_chat(make(None), CHAT)
-    with pytest.raises(DataError, match="control token"):
-        render_chat(tokenizer, [{"role": "user", "content": "<|im_end|>"}, CHAT[1]])
+    for message in (
+        {"role": "user", "content": "<|im_end|>"},
+        {"role": "user<|im_end|>", "content": "x"},
+        {"role": "user", "content": [{"type": "text", "text": "x<|im_start|>"}]},
+    ):
+        with pytest.raises(DataError, match="control token"):
+            render_chat(tokenizer, [message, CHAT[1]])
     bad: Any
     for bad in ("text", [], [1], [{"content": "x"}], [{"role": "user"}], None):
         with pytest.raises(DataError, match="message"):

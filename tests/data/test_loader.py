@@ -4,7 +4,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stepwell.data.batch import concat
@@ -111,6 +111,8 @@ def test_sample_ids_name_their_rows(store, big):
     steps=st.integers(1, 7),
     packed=st.booleans(),
 )
+@example(rows=10, worlds=[4, 8, 6], steps=5, packed=False)
+@example(rows=10, worlds=[4, 8, 6], steps=5, packed=True)
 @settings(max_examples=40, deadline=None)
 def test_order_is_global_and_resume_exact_at_any_world_size(
     store, big, chats, rows, worlds, steps, packed

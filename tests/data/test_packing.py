@@ -82,6 +82,14 @@ def test_extra_streams_land_where_their_token_is_the_target(lengths, seq_len, ra
     assert batch.weights_BT[~real].sum() == 0
 
 
+def test_a_stream_is_float_when_any_document_is():
+    docs = [([1, 2], [1, 1])] * 2
+    extra = {"advantages": [[0, 0], [0.0, 0.5]], "count": [[1, 2], np.array([True, False])]}
+    batch = pack_rows(docs, 2, extra=extra)
+    assert sorted(batch.extra["advantages"].flatten().tolist()) == [0, 0.5]
+    assert batch.extra["count"].dtype == torch.int64
+
+
 def test_pack_rows_refusals():
     with pytest.raises(DataError, match="fewer than 2 tokens"):
         pack_rows([([1], [1])], 5)

@@ -7,7 +7,7 @@ including the token that ends its turn.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -138,15 +138,25 @@ def check_messages(messages: Any, tokenizer: Tokenizer) -> None:
         content = message.get("content")
         if content is None and not message.get("tool_calls"):
             raise UnusableRow("bad_messages", f"message {i} ({message['role']}) has no content")
-        if not isinstance(content, str):
-            continue
         for token in (*tokenizer.special_tokens, OPEN, CLOSE):
-            if token in content:
+            if any(token in text for text in _strings(message)):
                 raise UnusableRow(
                     "control_token",
                     f"message {i} ({message['role']}) holds {token!r}, which is a control token "
                     "of this tokenizer: it would be read as the end of a turn or the like",
                 )
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every text inside a message: its content or parts of it, tool calls, reasoning, names."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _strings(inner)
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _strings(inner)
 
 
 def check_mask(mask: Sequence[int], has_prompt: bool) -> None:

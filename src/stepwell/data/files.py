@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under a temporary name, then renamed."""
+"""Folders that are whole or absent: written under a temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -44,24 +44,6 @@ def finish_folder(temporary: Path, target: Path) -> None:
 
 
 @contextmanager
-def new_file(target: str | Path) -> Iterator[Path]:
-    """A temporary path beside `target`, which it replaces when the block ends without error."""
-    target = Path(target)
-    temporary = temporary_name(target)
-    try:
-        with clean_disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(target)
-            yield temporary
-            sync(temporary)
-            os.replace(temporary, target)
-            sync(target.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
 def clean_disk_errors(target: Path) -> Iterator[None]:
     """Turns an OSError (a full disk, no permission) into a DataError that names the target."""
     try:
@@ -77,12 +59,12 @@ def temporary_name(target: Path) -> Path:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes what killed processes left under temporary names."""
+    """Removes the folders that killed processes left under temporary names."""
     prefix = f".{target.name}.tmp"
     for path in target.parent.glob(f"{prefix}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdecimal() and int(pid) != os.getpid() and not _is_running(int(pid)):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            shutil.rmtree(path)
 
 
 def sync(path: Path) -> None:

@@ -140,5 +140,5 @@ def _aligned(name: str, values: Any, num_tokens: int) -> np.ndarray:
 
 
 def _dtype(values: Sequence[Any]) -> Any:
-    kind = np.asarray(values[0]).dtype.kind if len(values) else "f"
-    return np.float32 if kind == "f" else np.int64
+    kinds = {np.asarray(v).dtype.kind for v in values}
+    return np.int64 if kinds and kinds <= set("biu") else np.float32
