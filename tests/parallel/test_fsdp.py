@@ -86,6 +86,32 @@ def _step(mesh, layout, num_micro_batches, cfg=CFG):
     }
 
 
+def _muon_step(mesh, layout):
+    decoder = _build(mesh, layout)
+    for block in decoder.blocks[1:]:
+        block.requires_grad_(False)
+    config = OptimConfig(kind="muon", muon_lr=0.02)
+    optimizer = build_optimizer(decoder.named_parameters(), config)
+    _loss(decoder, torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]).backward()
+    optimizer.step()
+    parameters = dict(decoder.named_parameters())
+    slots = {name: _full(value) for name, value in optimizer.state_dict().items()}
+    return {name: _full(p) for name, p in parameters.items()}, slots
+
+
+def _muon_on_ranks():
+    return _muon_step(init_distributed(LayoutConfig()), LayoutConfig())
+
+
+def test_muon_and_frozen_blocks_on_three_ranks():
+    alone = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
+    weights, slots = _muon_step(alone, LayoutConfig())
+    assert not any(name.startswith("blocks.1") for name in slots)
+    for got_weights, got_slots in run_ranks(_muon_on_ranks, 3):
+        _close(got_slots, slots)
+        _close(got_weights, weights)
+
+
 def _scored_between_steps(reshard):
     """A forward pass without a backward must leave nothing behind that is saved or loaded into."""
     layout = LayoutConfig(reshard_after_forward=reshard)

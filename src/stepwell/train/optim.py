@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from stepwell.config import OptimConfig, ScheduleConfig
 from stepwell.parallel.init import global_name
+from stepwell.train.muon import Muon
 from stepwell.types import CheckpointError, ConfigError
 
 SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
@@ -165,7 +166,7 @@ def build_optimizer(
             fused=all(p.device.type in ("cpu", "cuda") for _, p in trainable),
         )
     if settings["muon"]:
-        parts["muon"] = torch.optim.Muon(settings["muon"], lr=optim.muon_lr)
+        parts["muon"] = Muon(settings["muon"], lr=optim.muon_lr)
     optimizer = Optimizer(parts, {id(p): name for name, p in trainable})
     set_lr(optimizer, 1.0)
     return optimizer
