@@ -18,7 +18,7 @@ class Export:
     the same logits."""
 
     model: Positional[str]
-    """A run's folder (its last checkpoint), a checkpoint, or a .gguf file."""
+    """A run's folder (its last checkpoint), a checkpoint, a .gguf file, or smollm2."""
     out: str
     """The folder to write."""
     dtype: Literal["bf16", "fp32"] = "bf16"

