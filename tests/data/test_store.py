@@ -48,6 +48,9 @@ def test_what_goes_in_comes_out(tmp_path_factory, docs):
         [t % 2 for t in doc] for doc in docs
     ]
     assert store.doc_lengths().tolist() == [len(doc) for doc in docs]
+    for longest in (1, 5, 100):
+        expected = [sum(t % 2 for t in doc[1:longest]) for doc in docs]
+        assert store.trained_tokens(longest).tolist() == expected
     for start in range(0, len(stream), 3):
         for stop in range(start + 1, len(stream) + 1, 7):
             assert store.read(start, stop).tolist() == stream[start:stop]
@@ -65,6 +68,8 @@ def test_a_store_without_masks_trains_on_everything(tmp_path):
     store = write(tmp_path / "a", [[1, 2, 3]])
     assert store.doc_mask(0).tolist() == [1, 1, 1]
     assert store.read_mask(0, 2).tolist() == [1, 1]
+    assert store.trained_tokens(2).tolist() == [1]
+    assert store.trained_tokens(9).tolist() == [2]
 
 
 def test_build_store_ends_documents_and_leaves_special_names_as_text(tokenizer, tmp_path):
