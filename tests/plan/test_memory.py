@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from stepwell.config import ModelConfig, Run
+from stepwell.data.batch import Batch
 from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.plan.memory import (
@@ -19,6 +20,8 @@ from stepwell.plan.memory import (
     zero_bytes_per_parameter,
     zero_volume_in_parameters,
 )
+from stepwell.train.engine import Engine
+from stepwell.train.losses import cross_entropy
 from stepwell.types import ConfigError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -83,8 +86,34 @@ def test_quantised_weights_logits_and_cache():
 # --- the ledger against a real step ----------------------------------------------------------
 
 
+def full_batch(run: Run) -> Batch:
+    rows, T = run.train.global_batch_rows, run.data.seq_len
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, run.model.vocab_size, (rows, T + 1), generator=generator)
+    return Batch(
+        tokens_BT=ids[:, :-1],
+        targets_BT=ids[:, 1:],
+        weights_BT=torch.ones(rows, T),
+        positions_BT=torch.arange(T).repeat(rows, 1),
+        docs_BT=torch.zeros(rows, T, dtype=torch.int32),
+        sample_ids=tuple(range(rows)),
+    )
+
+
+def measured_engine_step(run: Run) -> int:
+    engine, batch, loss = Engine(run), full_batch(run), cross_entropy(run.loss)
+
+    def step():
+        engine.forward_backward(batch, loss)
+        engine.optim_step()
+
+    for _ in range(2):
+        step()
+    return measure_peak_allocated(step)
+
+
 def measured_step(run: Run) -> int:
-    """Peak bytes of a step of the decoder above its weights and optimiser state."""
+    """Peak bytes of a step of the bare decoder above its weights and optimiser state."""
     torch.manual_seed(0)
     decoder = Decoder(run.model)
     optimizer = torch.optim.AdamW(decoder.parameters(), fused=True)
@@ -133,6 +162,25 @@ def test_the_peak_is_predicted_within_10_percent(name):
     ledger = predict_memory(run)
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_step(run), rel=0.10)
+
+
+@pytest.mark.parametrize("name", ["small", "wide, large vocabulary", "accumulating"])
+def test_an_engine_step_is_predicted_within_10_percent(name):
+    run = CASES[name]
+    ledger = predict_memory(run)
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["small", "many activations", "several chunks kept"])
+def test_a_compiled_engine_step_is_predicted_within_10_percent(name):
+    layout = CASES[name].layout.model_copy(update={"compile": True})
+    run = CASES[name].model_copy(update={"layout": layout})
+    ledger = predict_memory(run)
+    assert ledger.peak_bytes < predict_memory(CASES[name]).peak_bytes
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])

@@ -123,9 +123,9 @@ class MemoryLedger:
 
 def predict_memory(run: Run, world: int = 1) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
-    micro_batch_rows full rows with a loss on every token, run eagerly.
+    micro_batch_rows full rows with a loss on every token.
 
-    Compiled code saves and computes less at a time: for it this is an upper bound. Sampling's KV
+    Sampling's KV
     cache, the data, the allocator's fragmentation and the libraries' own memory are not in it.
     Raises ConfigError when the ranks cannot be laid out.
     """
@@ -192,7 +192,9 @@ class _Sizes:
         N = run.train.micro_batch_rows * run.data.seq_len
         shapes = parameter_shapes(cfg)
         block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
-        chunk = min(run.loss.chunk_tokens, N)
+        compiled = run.layout.compile
+        # compiled code pads to whole chunks
+        chunk = run.loss.chunk_tokens if compiled else min(run.loss.chunk_tokens, N)
         keep = {"always": True, "never": False}.get(
             run.loss.keep_logits, N * cfg.vocab_size * a <= KEEP_LOGITS_BYTES
         )
@@ -208,34 +210,45 @@ class _Sizes:
             root_parameters=sum(prod(s) for n, s in shapes.items() if n not in block)
             - (cfg.num_layers - 1) * sum(prod(s) for s in block.values()),
             embedding=cfg.vocab_size * cfg.d_model,
-            saved_per_layer=saved_per_layer(cfg, N, a, w),
+            saved_per_layer=saved_per_layer(cfg, N, a, w, compiled),
             saved_by_root=_saved_by_root(cfg, N, a, w),
-            block_workspace=_block_workspace(cfg, N, a, w),
-            # the logits (unless they are kept), their wide copy, and logsumexp's exponentials
-            loss_forward=chunk_logits * (2 * w + (0 if keep else a)),
-            # logits, log-probability, probability, three stages of the gradient, the hit mask, and
-            # the gradient of the chunk before
-            loss_backward=chunk_logits * (5 * w + 1 + (0 if keep else a) + (a if chunk < N else 0)),
-            kept_logits=N * cfg.vocab_size * a if keep else 0,
+            block_workspace=_block_workspace(cfg, N, a, w, compiled),
+            loss_forward=chunk_logits * _forward_bytes_per_logit(a, w, keep, compiled, chunk < N),
+            loss_backward=max(
+                chunk_logits * _backward_bytes_per_logit(a, w, keep, compiled, chunk < N),
+                # the head's gradient from one chunk, as it is and widened, beside the logits'
+                chunk_logits * (a if keep else 2 * a)
+                + cfg.vocab_size * cfg.d_model * (a + (p if a != p else 0)),
+            ),
+            kept_logits=-(-N // chunk) * chunk_logits * a
+            if keep and compiled
+            else N * cfg.vocab_size * a
+            if keep
+            else 0,
             head=cfg.vocab_size * cfg.d_model,
         )
 
 
-def saved_per_layer(cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4) -> int:
+def saved_per_layer(
+    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False
+) -> int:
     """Bytes that one block keeps for its backward pass, besides its weights.
 
-    Norms: the wide input, the scaled input, 1/rms. Projections: their input. Attention: q, k, v,
-    the output (which is also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up and
-    their product.
+    Eager. Norms: the wide input, the scaled input, 1/rms. Projections: their input. Attention: q,
+    k, v, the output (which is also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up
+    and their product. Compiled: what is element-wise is computed again, so norms keep 1/rms and
+    their input in compute dtype, and SwiGLU no silu(gate).
     """
     N, D, F = num_tokens, cfg.d_model, cfg.d_ff
     query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
-    norms = 2 * _saved_by_norm(N * D, N, w) + 2 * a * N * D
+    heads = N * (cfg.num_heads + cfg.num_kv_heads)
     attention = a * (2 * query + 2 * keyvalue) + w * N * cfg.num_heads
-    if cfg.qk_norm:
-        heads = N * (cfg.num_heads + cfg.num_kv_heads)
-        attention += _saved_by_norm(query + keyvalue, heads, w)
-    return norms + attention + 4 * a * N * F
+    if compiled:
+        qk_norms = a * (query + keyvalue) + w * heads if cfg.qk_norm else 0
+        return 4 * a * N * D + 2 * w * N + attention + qk_norms + 3 * a * N * F
+    norms = 2 * _saved_by_norm(N * D, N, w) + 2 * a * N * D
+    qk_norms = _saved_by_norm(query + keyvalue, heads, w) if cfg.qk_norm else 0
+    return norms + attention + qk_norms + 4 * a * N * F
 
 
 def _saved_by_norm(num_elements: int, num_rows: int, w: int) -> int:
@@ -247,16 +260,34 @@ def _saved_by_root(cfg: ModelConfig, N: int, a: int, w: int) -> int:
     return _saved_by_norm(N * cfg.d_model, N, w) + a * N * cfg.d_model + N * cfg.head_dim * 4
 
 
-def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int) -> int:
+def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool) -> int:
     """The most that a block's backward pass holds besides what was saved: the gradient of the
     residual stream, and either SwiGLU's gradients (three, but the product is gone by then),
-    attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones."""
+    attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones, which
+    compiled code does not hold."""
     query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
     residual = a * N * cfg.d_model
     swiglu = 2 * a * N * cfg.d_ff
     attention = a * (query + 2 * (query + 2 * keyvalue))
-    norm = 3 * w * N * cfg.d_model
+    norm = 0 if compiled else 3 * w * N * cfg.d_model
     return residual + max(swiglu, attention, norm)
+
+
+def _forward_bytes_per_logit(a: int, w: int, keep: bool, compiled: bool, several: bool) -> int:
+    """Of a chunk of the loss, going forward: the logits (unless they are kept) and, if not fused,
+    their wide copy and logsumexp's exponentials. Compiled, the chunk before is the most there is.
+    """
+    if compiled:
+        return 0 if keep else a * (1 + several)
+    return 2 * w + (0 if keep else a)
+
+
+def _backward_bytes_per_logit(a: int, w: int, keep: bool, compiled: bool, several: bool) -> int:
+    """Going backward: the logits (unless kept), the gradient of the chunk before, and either
+    log-probability, probability, three stages of the gradient and the hit mask, or, fused, the
+    gradient alone."""
+    held = (0 if keep else a) + (a if several else 0)
+    return held + (a if compiled else 5 * w + 1)
 
 
 def _resting(run: Run, sizes: _Sizes, shard: int) -> tuple[int, int]:
@@ -333,8 +364,11 @@ def _backward(run: Run, sizes: _Sizes, shard: int, left: int) -> MemoryItems:
     parameters, optimizer = _resting(run, sizes, shard)
     done = sizes.num_layers - left - 1
     head = 0 if _accumulates(run, shard) and not run.model.tied else sizes.p * sizes.head
-    casts = sizes.a + (sizes.p if _accumulates(run, shard) else 0)
-    casts *= run.model.d_model * run.model.d_ff
+    if run.layout.compile:  # the block's gradients appear together
+        casts = sizes.p * sizes.block_parameters
+    else:
+        casts = sizes.a + (sizes.p if _accumulates(run, shard) else 0)
+        casts *= run.model.d_model * run.model.d_ff
     if shard > 1:
         reduce = DTYPE_BYTES[run.precision.reduce]
         casts += (sizes.a + reduce) * sizes.block_parameters
