@@ -68,7 +68,7 @@ def test_extreme_bits_stay_finite():
 
 def test_chunks_do_not_show(monkeypatch):
     whole = normal_(torch.empty(101, 33), 5, "w", 0.02)
-    monkeypatch.setattr(init, "_CHUNK_ELEMENTS", 97)
+    monkeypatch.setitem(init._CHUNK_ELEMENTS, "cpu", 97)
     assert torch.equal(normal_(torch.empty(101, 33), 5, "w", 0.02), whole)
     transposed = normal_(torch.empty(33, 101).t(), 5, "w", 0.02)
     assert torch.equal(transposed, whole)
@@ -95,6 +95,8 @@ def test_rule_decides_and_wrappers_do_not_change_names():
     assert model[1].weight.tolist() == [1.0] * 6
     assert model[0].bias.tolist() == [0.0] * 6
     assert torch.equal(model[0].weight, normal_(torch.empty(6, 4), 1, "0.weight", 0.5))
+    with pytest.raises(ValueError, match="unknown rule 'uniform'"):
+        init_parameters(model, 1, lambda name, shape: ("uniform", 1.0))
     assert global_name("blocks.0._checkpoint_wrapped_module._orig_mod.w") == "blocks.0.w"
 
 
