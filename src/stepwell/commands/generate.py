@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         max_new_tokens=options.max_new_tokens,
     )
     requests = [
-        Request(i * options.samples + j, tuple(ids), seed=options.seed + i * options.samples + j)
+        Request(i * options.samples + j, ids, seed=options.seed + i * options.samples + j)
         for i, ids in enumerate(prompts)
         for j in range(options.samples)
     ]
@@ -90,23 +90,23 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def requested(options: Generate, tokenizer: Tokenizer) -> list[list[int]]:
+def requested(options: Generate, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     """The ids of every prompt: those of the command line, then the file's. Raises DataError for
     none and for a row without one."""
-    from stepwell.commands.prompts import encode_prompt, read_prompts
+    from stepwell.eval.items import load_prompts, make_prompt
 
-    texts: list[str | list[dict[str, str]]] = list(options.prompt)
+    given: list[str | list[dict[str, str]]] = list(options.prompt)
     if options.chat:
-        texts = [[{"role": "user", "content": text}] for text in options.prompt]
-    prompts = [encode_prompt(text, tokenizer) for text in texts]
+        given = [[{"role": "user", "content": text}] for text in options.prompt]
+    prompts = [make_prompt(tokenizer, value, {}) for value in given]
     if options.prompts_file is not None:
-        rows, drops = read_prompts(options.prompts_file, tokenizer, max_tokens=2**31)
-        if drops.total:
-            raise DataError(f"{options.prompts_file}: {drops.by_reason}; every row needs a prompt")
-        prompts += [list(row.ids) for row in rows]
+        rows, broken = load_prompts(options.prompts_file, tokenizer)
+        if broken:
+            raise DataError(f"{options.prompts_file}, {broken[0].id}: {broken[0].detail}")
+        prompts += rows
     if not prompts:
         raise DataError("there is no prompt: give --prompt TEXT or --prompts-file FILE")
-    return prompts
+    return [prompt.ids for prompt in prompts]
 
 
 def _text(completion: Completion, tokenizer: Tokenizer, options: Generate) -> str:

@@ -243,7 +243,7 @@ def _sft(run: Run) -> int:
 
 
 def _grpo(run: Run) -> int:
-    from stepwell.commands.prompts import read_prompts
+    from stepwell.eval.items import load_prompts
     from stepwell.posttrain.grpo import grpo
     from stepwell.posttrain.verifiers import find_verifier
     from stepwell.train.weights import initial_weights
@@ -255,10 +255,15 @@ def _grpo(run: Run) -> int:
         raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
     tokenizer = _tokenizer(run)
     longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
-    prompts, drops = read_prompts(run.data.path, tokenizer, longest)
-    if drops.total and os.environ.get("RANK", "0") == "0":
-        reasons = ", ".join(f"{count} {reason}" for reason, count in drops.by_reason.items())
-        print(f"left out of {run.data.path}: {reasons}", file=sys.stderr)
+    found, broken = load_prompts(run.data.path, tokenizer)
+    prompts = [prompt for prompt in found if len(prompt.ids) <= longest]
+    num_long = len(found) - len(prompts)
+    if (broken or num_long) and os.environ.get("RANK", "0") == "0":
+        print(
+            f"{run.data.path}: left out {len(broken)} broken prompts and {num_long} of more than "
+            f"{longest} tokens (data.seq_len - method.max_new_tokens)",
+            file=sys.stderr,
+        )
     return grpo(run, prompts, verifier, tokenizer, initial_weights(run.model))
 
 
