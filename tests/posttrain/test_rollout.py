@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from stepwell import generate as sampler
+from stepwell.eval.grade import Prompt
 from stepwell.generate import Sampling
 from stepwell.models.decode import DecodeWeights
-from stepwell.posttrain.rollout import Prompt, Rollouts, collect
+from stepwell.posttrain.rollout import Rollouts, collect
 from stepwell.posttrain.verifiers import exact
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError, DataError

@@ -8,15 +8,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
+from stepwell.eval.grade import Prompt, Verdict, Verifier, answer_seeds, verify_each
 from stepwell.generate import Request, Sampling
-from stepwell.posttrain.verifiers import Verdict, Verifier, verify_each
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, ConfigError, DataError
 
@@ -30,16 +28,6 @@ class Sampler(Protocol):
         sampling: Sampling,
         tokenizer: Tokenizer | None = None,
     ) -> list[Completion]: ...
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """text: what the verifier sees. ids: what the model sees, rendered and encoded once.
-    columns: the other fields of the row, passed to the verifier, e.g. {"answer": "42"}."""
-
-    text: str
-    ids: tuple[int, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -168,7 +156,7 @@ def collect(
     requests = [
         Request(p * group_size + i, tuple(prompt.ids), seed=child)
         for p, prompt in enumerate(prompts)
-        for i, child in enumerate(_seeds(seed, prompt.ids, group_size))
+        for i, child in enumerate(answer_seeds(seed, prompt.ids, group_size))
     ]
     completions = engine.generate(requests, sampling, tokenizer)
     owners = [prompt for prompt in prompts for _ in range(group_size)]
@@ -188,11 +176,6 @@ def collect(
             for prompt, a in zip(prompts, cuts, strict=True)
         )
     )
-
-
-def _seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
-    entropy = np.random.SeedSequence([seed, len(prompt_ids), *prompt_ids])
-    return [int(s) for s in entropy.generate_state(count, np.uint64)]
 
 
 def _group(row: dict[str, Any]) -> Group:

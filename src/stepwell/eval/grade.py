@@ -1,0 +1,101 @@
+"""Prompts with known answers, and graders that may fail without stopping a run.
+
+A verifier is `f(prompts, completions, **columns) -> list[float | None]`; columns are the other
+fields of the prompts' rows, one list each. None means "not applicable" and is not a score; an
+exception means that the grader failed, which is not a wrong answer either.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from stepwell.types import ConfigError
+
+Verifier = Callable[..., Sequence[float | None]]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: what the verifier sees. ids: what the model sees, rendered and encoded once.
+    columns: the other fields of the row, passed to the verifier, e.g. {"answer": "42"}."""
+
+    text: str
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def answer_seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
+    """Seeds for `count` answers, drawn from (seed, prompt): the same wherever the prompt stands
+    in a list, and on whichever rank."""
+    entropy = np.random.SeedSequence([seed, len(prompt_ids), *prompt_ids])
+    return [int(s) for s in entropy.generate_state(count, np.uint64)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """reward None: not applicable, or the grader failed; `failure` then says how ("timeout",
+    "error"), else it is empty."""
+
+    reward: float | None
+    failure: str = ""
+    detail: str = ""
+
+
+def verify_each(
+    verifier: Verifier,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    timeout_s: float = 10.0,
+) -> list[Verdict]:
+    """Scores one by one, so that a grader that fails or hangs costs its own item only.
+
+    A grader that takes longer than timeout_s is interrupted by SIGALRM, which reaches Python code
+    and regular expressions, in the main thread. Raises ConfigError in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("verifiers run in the main thread: elsewhere they could not be stopped")
+    verdicts = []
+    for prompt, text, row in zip(prompts, completions, rows, strict=True):
+        columns = {name: [value] for name, value in row.items()}
+        try:
+            with _time_limit(timeout_s):
+                (reward,) = verifier([prompt], [text], **columns)
+            verdicts.append(Verdict(None if reward is None else float(reward)))
+        except _TooSlow:
+            verdicts.append(Verdict(None, "timeout", f"took longer than {timeout_s} s"))
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a grader is anyone's code; failures are counted
+            verdicts.append(Verdict(None, "error", f"{type(error).__name__}: {error}"))
+    return verdicts
+
+
+class _TooSlow(BaseException):
+    """Not an Exception, so that a grader's own handler does not swallow it."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def interrupt(signum: int, frame: Any) -> None:
+        raise _TooSlow
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    started = time.monotonic()
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if remaining:  # someone else's timer goes on
+            left = max(remaining - (time.monotonic() - started), 0.001)
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
