@@ -155,6 +155,15 @@ def test_peak_allocated_of_a_known_pattern():
     assert held.numel() * 4 == 32 * MIB
 
 
+def test_measuring_prints_nothing():
+    code = (
+        "import torch; from stepwell.hardware import measure_peak_allocated as m\n"
+        "print(m(lambda: torch.empty(1000)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("4000\n", "")
+
+
 def test_what_lives_before_is_not_counted_even_when_freed_inside():
     held = [floats(64)]
 

@@ -333,7 +333,8 @@ def measure_peak_allocated(fn: Callable[[], Any]) -> int:
     """Bytes of tensor memory that `fn()` needed at its worst, above what was live before it.
 
     CUDA: torch's allocator statistics. CPU: the allocations that torch's profiler sees, eager or
-    compiled; memory that torch does not allocate (oneDNN's scratch space) is not among them.
+    compiled; memory that torch does not allocate (oneDNN's scratch space) is not among them. What
+    gloo's threads free goes unseen, so among CPU ranks the figure can only be too high.
     """
     import torch
 
@@ -346,6 +347,7 @@ def measure_peak_allocated(fn: Callable[[], Any]) -> int:
         return torch.cuda.max_memory_allocated() - before
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every profile on stderr otherwise
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         fn()
     return _highest_sum(_allocations(profiler))

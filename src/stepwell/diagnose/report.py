@@ -122,8 +122,9 @@ class ReportData:
     """Everything on the page; each field may be left out.
 
     summary: a paragraph under the title. figures: numbers for the top, before the ones derived
-    here. accuracy_note: what the problems are and how they were kept apart. peak_flops_per_s, peak_source, flop_convention: what MFU is measured by.
-    config: name -> text of a resolved configuration (TOML). versions: package -> version.
+    here. accuracy_note: what the problems are and how they were kept apart. peak_flops_per_s,
+    peak_source, flop_convention: what MFU is measured by. config: name -> text of a resolved
+    configuration (TOML). versions: package -> version.
     """
 
     title: str = "Stepwell report"
