@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from stepwell import generate as generate_module
 from stepwell.config import ModelConfig
 from stepwell.generate import Request, Sampling, generate, sample, uniforms
-from stepwell.models.decode import DecodeWeights
+from stepwell.models.decode import DecodeWeights, decode_step, prefill
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError
@@ -177,6 +178,40 @@ def test_no_token_without_mass_is_ever_drawn():
     u = torch.tensor([1e-12, 0.25, 0.5, 0.75, 1 - 6e-8])
     tokens, _ = sample(logits.expand(5, -1), u, Sampling())
     assert set(tokens.tolist()) == {3, 40}
+
+
+def test_truncation_agrees_with_a_plain_loop():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 320, generator=generator) * 2
+    for k, p in [(0, 0.9), (0, 0.3), (10, 1.0), (40, 0.8), (320, 0.95)]:
+        for row in logits:
+            probs = row.softmax(-1)
+            order = probs.argsort(descending=True)[: k or None]
+            share = probs[order] / probs[order].sum()
+            kept = order[(share.cumsum(0) - share < p)]
+            got = frequencies(row, Sampling(top_k=k, top_p=p), 20_000)
+            expected = torch.zeros(320)
+            expected[kept] = probs[kept] / probs[kept].sum()
+            assert (got - expected).abs().max() < 2e-4
+
+
+def test_slots_are_never_idle_and_prompts_are_read_once(decoder, monkeypatch):
+    """20 requests of 10 tokens on 8 slots: 3 waves of 9 steps (the first token comes of reading
+    the prompt), and one reading for each distinct prompt."""
+    calls = {"step": 0, "prefill": 0}
+
+    def counted(name, function):
+        def call(*args):
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(generate_module, "decode_step", counted("step", decode_step))
+    monkeypatch.setattr(generate_module, "prefill", counted("prefill", prefill))
+    requests = [Request(i, (i // 4, 7), seed=i, max_new_tokens=10) for i in range(20)]
+    generate(pack(decoder, torch.float32), requests, Sampling(), num_slots=8)
+    assert calls == {"step": 27, "prefill": 5}
 
 
 def test_eos_ids_end_a_text(decoder):

@@ -211,28 +211,21 @@ def _truncate(probs_RV: Tensor, sampling: Sampling) -> Tensor:
     are kept too."""
     if 0 < sampling.top_k < probs_RV.shape[1]:
         least_R1 = probs_RV.topk(sampling.top_k, dim=-1).values[:, -1:]
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
+        probs_RV = probs_RV * (probs_RV >= least_R1)
     if sampling.top_p < 1:
-        least_R1 = _nucleus_threshold(probs_RV, sampling.top_p)
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
+        probs_RV = probs_RV * (probs_RV >= _nucleus_threshold(probs_RV, sampling.top_p))
     return probs_RV
 
 
 def _nucleus_threshold(probs_RV: Tensor, top_p: float) -> Tensor:
-    """The largest t for which entries >= t hold top_p of the mass, float32 (R, 1).
-
-    Bisects the bit patterns of non-negative floats, which are ordered as the floats are: exact,
-    and many times faster than sorting a vocabulary."""
-    wanted_R1 = top_p * probs_RV.sum(-1, keepdim=True)
-    high_R1 = probs_RV.amax(-1, keepdim=True).view(torch.int32)
-    low_R1 = torch.zeros_like(high_R1)
-    for _ in range(31):
-        middle_R1 = low_R1 + (high_R1 - low_R1 + 1) // 2
-        kept_RV = torch.where(probs_RV >= middle_R1.view(torch.float32), probs_RV, 0)
-        enough_R1 = kept_RV.sum(-1, keepdim=True) >= wanted_R1
-        low_R1 = torch.where(enough_R1, middle_R1, low_R1)
-        high_R1 = torch.where(enough_R1, high_R1, middle_R1 - 1)
-    return low_R1.view(torch.float32)
+    """The largest t for which entries >= t hold top_p of the mass, (R, 1)."""
+    if probs_RV.device.type == "cpu":  # numpy sorts values alone, fifty times faster than torch
+        falling_RV = torch.from_numpy(np.sort(probs_RV.numpy(), axis=-1)).flip(-1)
+    else:
+        falling_RV = probs_RV.sort(dim=-1, descending=True).values
+    ends_RV = falling_RV.cumsum(-1)
+    index_R1 = torch.searchsorted(ends_RV, top_p * ends_RV[:, -1:])
+    return falling_RV.gather(1, index_R1.clamp(max=probs_RV.shape[1] - 1))
 
 
 def _allocate(
