@@ -161,7 +161,7 @@ class Decoder(nn.Module):
                 if name in options.needs:
                     if active_M is not None:
                         value = value.new_zeros(B * T).index_put((active_M,), value)
-                    outputs[f"{name}_BT"] = value.view(B, T)
+                    outputs[f"{name}_BT"] = value.reshape(B, T).clone()  # FSDP2 warns of views
         if "hidden" in options.needs:
             outputs["hidden_BTD"] = x_BTD
         if "logits" in options.needs:

@@ -15,7 +15,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +123,36 @@ def load_checkpoint(
 
     _together(read, mesh, f"cannot read the checkpoint {folder}")
     return extra
+
+
+def load_weights(
+    folder: str | Path, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Tensor]]:
+    """(global name, full tensor) for exactly the names in `shapes`, without optimiser state.
+
+    Each process reads on its own. Everything is checked before the first tensor is read; errors as
+    `load_checkpoint`.
+    """
+    folder, alone = Path(folder), Mesh(1, 0, 0, torch.device("cpu"))
+    verify(folder, alone)
+    reader = _Reader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
+    stored = {name: value for name, value in metadata.items() if name.startswith("model.")}
+    empty = {
+        name: torch.empty(tuple(shape), dtype=stored[f"model.{name}"].properties.dtype)
+        for name, shape in shapes.items()
+        if f"model.{name}" in stored
+    }
+    missing = {name: torch.empty(0) for name in shapes.keys() - empty.keys()}
+    _check_tensors(folder, stored, _prefixed({**empty, **missing}, {}))
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in empty.items():
+            one = {f"model.{name}": tensor}
+            dcp_load(one, storage_reader=_Reader(folder), no_dist=True)
+            yield name, tensor
+
+    return tensors()
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:

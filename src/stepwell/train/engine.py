@@ -74,8 +74,9 @@ class Engine:
         mesh: Mesh | None = None,
     ):
         self.run = run
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        self.mesh = mesh or init_distributed(run.layout, device_type)
+        self.mesh = mesh or init_distributed(
+            run.layout, "cuda" if torch.cuda.is_available() else "cpu"
+        )
         if run.layout.deterministic:
             torch.use_deterministic_algorithms(True)
         with torch.device("meta"):
@@ -236,8 +237,11 @@ class Engine:
             asynchronous=self.run.checkpoint.asynchronous,
         )
 
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores what `save` wrote, under any layout; returns `extra`."""
+    def load(self, path: str | Path, branch: bool = False) -> dict[str, Any]:
+        """Restores what `save` wrote, under any layout; returns `extra`.
+
+        branch: learning rates and weight decay stay those of this run.
+        """
         state = checkpoint.load_checkpoint(
             Path(path),
             dict(self.decoder.named_parameters()),
@@ -245,7 +249,8 @@ class Engine:
             self.mesh,
             dimensions=_dimensions(self.run),
         )
-        self.optimizer.load_hyperparameters(state["optim"])
+        if not branch:
+            self.optimizer.load_hyperparameters(state["optim"])
         self.guard.load(state["guard"])
         self.step, self.updates = state["step"], state["updates"]
         self._decode_weights = None

@@ -19,11 +19,13 @@ from stepwell.data.batch import Batch
 from stepwell.metrics import RunLog
 from stepwell.models.flops import attended_seq_len, flops_per_token
 from stepwell.parallel.mesh import (
+    Mesh,
     all_gather_objects,
     all_reduce_max,
     all_reduce_sum,
     barrier,
     broadcast_object,
+    init_distributed,
 )
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats, StepInfo
@@ -128,24 +130,29 @@ class Session:
 
 @contextmanager
 def open_session(
-    run: Run, weights: Iterable[tuple[str, Tensor]] | None = None, console: bool = True
+    run: Run,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+    console: bool = True,
+    mesh: Mesh | None = None,
 ) -> Iterator[Session]:
     """Starts the run, or goes on from its last checkpoint. The first SIGINT or SIGTERM lets the
     step end and saves; a second one stops at once.
 
     Raises ConfigError if the folder holds a different run.
     """
-    engine = Engine(run, weights)
-    folder, mesh = Path(run.dir), engine.mesh
+    mesh = mesh or join(run)
+    folder = Path(run.dir)
     latest = broadcast_object(checkpoint.latest(folder) if mesh.is_main else None, mesh)
-    extra = None
     if mesh.is_main:
         claim_folder(run, resuming=latest is not None)
+        checkpoint.remove_leftovers(folder)
     barrier(mesh)
+    engine = Engine(run, None if latest else weights, mesh)
+    extra = None
     if latest is not None:
         extra = engine.load(latest)
     elif run.checkpoint.branch_from:
-        extra = engine.load(run.checkpoint.branch_from)
+        extra = engine.load(run.checkpoint.branch_from, branch=True)
     log = RunLog(
         folder,
         run.log,
@@ -173,6 +180,11 @@ def open_session(
         for number, handler in before.items():
             signal.signal(number, handler)
         log.close()
+
+
+def join(run: Run) -> Mesh:
+    """Joins the ranks on the device that training uses here."""
+    return init_distributed(run.layout, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def claim_folder(run: Run, resuming: bool) -> None:
