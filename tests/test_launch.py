@@ -125,8 +125,9 @@ def test_a_signal_reaches_every_rank_once_and_they_may_save(tmp_path, number):
     process = start(tmp_path, SAVES_ON_SIGNAL, "2")
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.send_signal(number)
-    process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert err == ""
     for rank in (0, 1):
         assert (tmp_path / f"saved{rank}").read_text() == signal.Signals(number).name
 

@@ -102,7 +102,9 @@ def launch(num_procs: int, arguments: Sequence[str], module: str = "stepwell.cli
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # It reports the failures that are reported below, in many lines.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_procs)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_S))
     os.environ[LAUNCHER] = str(os.getpid())

@@ -288,10 +288,7 @@ def _print_result(run: Run, num_steps: int, as_json: bool) -> None:
     elif num_steps:
         print(f"{run.name}: {num_steps} steps done; everything is in {run.dir}")
     else:
-        print(
-            f"{run.name} was finished before ({run.dir}); nothing to do. "
-            "--fresh starts over, a larger --train.steps goes on"
-        )
+        print(f"{run.name} was finished before ({run.dir}); nothing to do. --fresh starts over")
     sys.stdout.flush()
 
 
