@@ -1,0 +1,165 @@
+"""The commands one after the other, as a user would: documents to an exported model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli import main
+
+MODEL = {
+    "vocab_size": 512,
+    "num_layers": 2,
+    "d_model": 32,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "d_ff": 64,
+}
+SMALL = [
+    *("--data.seq_len", "64", "--train.global_batch_rows", "4", "--train.micro_batch_rows", "2"),
+    *("--data.tokenizer", "tokenizer", "--json"),
+]
+
+
+def write_rows(path: str, rows: list[dict]) -> None:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory):
+    """A folder in which curate, tokenizer, pretrain, sft and grpo have run, and their results."""
+    folder = tmp_path_factory.mktemp("life")
+    patch = pytest.MonkeyPatch()
+    patch.chdir(folder)
+    sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
+    texts = [f"The sum of {a} and {b} is {a + b}, for {a} + {b} = {a + b}." for a, b in sums]
+    write_rows("docs.jsonl", [{"text": t} for t in [*texts, texts[0], ""]] + [{"txet": "x"}])
+    write_rows("chat.jsonl", [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums])
+    write_rows("problems.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums])
+    write_rows("choices.jsonl", [{"context": "1+1=", "choices": ["2", "7"], "answer": "2"}])
+    dims = [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]
+    commands = [
+        "curate docs.jsonl --filters none --out clean --json",
+        "tokenizer train clean --vocab-size 512 --out tokenizer --json",
+        "tokenizer encode clean --tokenizer tokenizer --out store --json",
+    ]
+    codes = [main(command.split()) for command in commands]
+    sources = ["--data.sources", '[{path = "store"}]']
+    codes.append(main(["pretrain", *dims, *sources, *SMALL, "--train.steps", "3", "--dir", "base"]))
+    chat = ["--data.path", "chat.jsonl", "--model.init", "base", "--train.steps", "2"]
+    codes.append(main(["sft", *chat, *SMALL, "--dir", "tuned"]))
+    problems = ["--data.path", "problems.jsonl", "--model.init", "tuned", "--train.steps", "2"]
+    group = ["--method.prompts_per_step", "2", "--method.group_size", "2"]
+    short = ["--method.max_new_tokens", "4"]
+    codes.append(main(["grpo", *problems, *group, *short, *SMALL, "--dir", "rewarded"]))
+    assert codes == [0] * 6
+    yield folder
+    patch.undo()
+
+
+def run(capsys, *words: str) -> str:
+    assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+def test_curation_counts_every_drop(life):
+    report = json.loads((life / "clean" / "report.json").read_text())
+    assert report["by_reason"] == {"empty": 1, "missing_column": 1, "exact_duplicate": 1}
+    assert report["kept"]["docs"] == 64
+
+
+def test_every_stage_left_a_run(life):
+    for name, steps in {"base": 3, "tuned": 2, "rewarded": 2}.items():
+        lines = (life / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["step"] == steps
+        assert list((life / name / "checkpoints").iterdir())
+    assert len((life / "rewarded" / "samples.jsonl").read_text().splitlines()) > 0
+
+
+def test_a_stage_starts_from_the_one_before(life):
+    recipe = (life / "rewarded" / "run.toml").read_text()
+    assert "tuned/checkpoints/step-00000002" in recipe
+    assert "d_model = 32" in recipe
+
+
+def test_a_recipe_that_contradicts_the_weights_is_refused(life, capsys):
+    words = ["--model.init", "base", "--model.d_model", "64", "--data.path", "chat.jsonl"]
+    assert main(["sft", *words, *SMALL, "--dir", "other"]) == 2
+    assert "model.d_model=64 contradicts" in capsys.readouterr().err
+
+
+def test_generate_repeats_itself_whatever_the_batch(life, capsys):
+    words = ["generate", "rewarded", "--prompts-file", "problems.jsonl", "--samples", "2"]
+    words += ["--max-new-tokens", "4", "--seed", "3", "--json"]
+    many = run(capsys, *words, "--batch-size", "16").splitlines()
+    few = run(capsys, *words, "--batch-size", "8").splitlines()
+    assert len(many) == 128
+    assert [json.loads(line)["token_ids"] for line in many] == [
+        json.loads(line)["token_ids"] for line in few
+    ]
+    other = run(capsys, *words, "--seed", "4").splitlines()
+    assert other != many
+
+
+def test_eval_scores_texts_choices_and_answers(life, capsys):
+    words = ["eval", "rewarded", "--text", "docs.jsonl", "--choices", "choices.jsonl"]
+    words += ["--prompts", "problems.jsonl", "--max-new-tokens", "4", "--limit", "8", "--json"]
+    found = json.loads(run(capsys, *words))
+    assert 0 < found["docs.jsonl"]["bits_per_byte"] < 9
+    assert found["docs.jsonl"]["documents"] == 8
+    assert found["choices.jsonl"]["items"] == 1
+    assert 0 <= found["problems.jsonl"]["accuracy"] <= 1
+    assert found["problems.jsonl"]["items"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("eval rewarded", 2, "nothing to evaluate"),
+        ("eval rewarded --prompts problems.jsonl --samples 2", 2, "set --temperature above 0"),
+        ("generate rewarded", 3, "there is no prompt"),
+        ("generate nowhere --prompt x", 4, "'nowhere' holds no model"),
+        ("generate rewarded --prompt x --temperature -1", 2, "temperature=-1.0"),
+        ("export rewarded --out clean", 4, "clean"),
+        ("curate --out y", 3, "no input"),
+        ("curate nowhere --out y", 3, "there is no input 'nowhere'"),
+        ("tokenizer trian x", 2, "did you mean 'train'?"),
+        ("tokenizer encode clean --tokenizer tokenizer --out store", 3, "store exists already"),
+        ("report clean", 3, "clean"),
+    ],
+)
+def test_wrong_input_is_named(life, capsys, words, code, message):
+    assert main(words.split()) == code
+    assert message in capsys.readouterr().err
+
+
+def test_export_gives_the_same_logits_in_transformers(life, capsys):
+    import torch
+    import transformers
+
+    from stepwell.commands.inputs import open_model
+    from stepwell.models.transformer import Decoder
+
+    run(capsys, "export", "rewarded", "--out", "exported", "--dtype", "fp32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(life / "exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(life / "exported")
+    model = open_model("rewarded")
+    ours = Decoder(model.cfg)
+    ours.load_state_dict(dict(model.weights))
+    ids = torch.tensor([tokenizer("The sum of 3 and 4 is").input_ids])
+    state = ours.state_dict()
+    assert torch.equal(theirs.state_dict()["model.embed_tokens.weight"], state["embed.weight"])
+    with torch.no_grad():
+        expected = theirs(ids).logits.log_softmax(-1)
+    greedy = int(expected[0, -1].argmax())
+    words = ["--prompt", "The sum of 3 and 4 is", "--max-new-tokens", "1", "--temperature", "0"]
+    line = run(capsys, "generate", "exported", *words, "--dtype", "fp32", "--json")
+    assert json.loads(line)["token_ids"] == [greedy]
+    assert json.loads(line)["logprobs"] == pytest.approx([float(expected[0, -1, greedy])], abs=1e-5)
+
+
+def test_report_writes_a_page(life, capsys):
+    page = Path(run(capsys, "report", "rewarded").strip())
+    assert page == Path("rewarded/report.html")
+    assert "<html" in page.read_text("utf-8")
