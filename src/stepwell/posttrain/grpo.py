@@ -17,13 +17,13 @@ from stepwell.config import GRPO, Run
 from stepwell.data.batch import Batch
 from stepwell.data.order import permute
 from stepwell.data.packing import pack_rows
+from stepwell.eval.grade import Prompt, Verifier
 from stepwell.generate import Sampling
-from stepwell.metrics import LineFile
+from stepwell.metrics import LineFile, cut_lines
 from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import all_gather_objects
 from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
-from stepwell.posttrain.rollout import Prompt, Rollouts, collect
-from stepwell.posttrain.verifiers import Verifier
+from stepwell.posttrain.rollout import Rollouts, collect
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
 from stepwell.train.session import Session, open_session
@@ -125,8 +125,8 @@ def grpo(
     )
     loss = policy_loss(method)
     with open_session(run, weights) as session:
-        samples = LineFile(session.dir / "samples.jsonl") if session.engine.mesh.is_main else None
         start = session.engine.step
+        samples = open_samples(session) if session.engine.mesh.is_main else None
         num_rollouts = (session.extra or {"rollouts": 0})["rollouts"]
         session.pause()
         while not session.finished:
@@ -159,6 +159,13 @@ def grpo(
         if samples is not None:
             samples.close()
         return session.engine.step - start
+
+
+def open_samples(session: Session) -> LineFile:
+    """`samples.jsonl`, without the lines of steps that are about to be done again."""
+    path = session.dir / "samples.jsonl"
+    cut_lines(path, session.engine.step)
+    return LineFile(path)
 
 
 def step_prompts(
@@ -198,5 +205,6 @@ def rollout_metrics(rollouts: Rollouts, session: Session) -> dict[str, float]:
         "reward/not_applicable": len(rows) - len(rewards),
         "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
         "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-        "rollout/verifier_errors": rollouts.num_errors,
+        "rollout/errors": sum(row["failure"] == "error" for row in rows),
+        "rollout/timeouts": sum(row["failure"] == "timeout" for row in rows),
     }
