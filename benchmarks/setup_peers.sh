@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Environments of the libraries that the benchmark compares with, each its own, because litgpt and
+# torchtitan pin packages that current Transformers and TRL don't work with. Those that are there
+# already are left alone. Usage: setup_peers.sh FOLDER
+set -euo pipefail
+folder=${1:?usage: setup_peers.sh FOLDER}
+torch=${TORCH:-torch==2.13.0}
+
+make_env() { # name, packages...
+  local env="$folder/$1"
+  shift
+  [ -e "$env/complete" ] && return
+  echo "Setting up $env"
+  python3 -m venv "$env"
+  local pip=("$env/bin/pip" install --quiet --disable-pip-version-check)
+  "${pip[@]}" $torch
+  "$env/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+    >"$env/constraints.txt"
+  "${pip[@]}" --constraint "$env/constraints.txt" "$@"
+  touch "$env/complete"
+}
+
+mkdir -p "$folder"
+make_env trl transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
+make_env litgpt litgpt==0.5.13
+make_env torchtitan torchtitan==0.3.0 triton
