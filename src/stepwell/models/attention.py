@@ -17,6 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.config import ModelConfig
+from stepwell.models import block_attention
 from stepwell.models.layers import Linear, RMSNorm, apply_rope
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -27,7 +28,7 @@ _VARLEN_HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
 def attend(
     q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> Tensor:
-    """Attention output (N, H, E). `window`: a token sees itself and the window - 1 tokens before it.
+    """Attention output (N, H, E). window: a token sees itself and the window - 1 tokens before it.
 
     On CUDA in 16 bits this is flash attention over variable lengths; in 32 bits, where that kernel
     does not exist, one masked product.
@@ -67,8 +68,8 @@ def _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window: int | None) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-# On CPU, flash attention has no variable-length form: run it once for each stretch of documents
-# of one length. An operator of its own keeps the loop opaque to torch.compile and countable.
+# On CPU no kernel takes variable lengths: one call for each stretch of documents of one length. An
+# operator of its own keeps the loop opaque to torch.compile and countable.
 
 
 def _stretches(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -84,15 +85,17 @@ def _stretches(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _view(x_NHE: Tensor, start: int, count: int, length: int) -> Tensor:
-    """(documents, heads, length, E) without a copy."""
-    return x_NHE[start : start + count * length].unflatten(0, (count, length)).transpose(1, 2)
+    """(documents, length, heads, E) without a copy."""
+    return x_NHE[start : start + count * length].unflatten(0, (count, length))
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor | None:
+def _band(length: int, window: int, q: Tensor) -> Tensor | None:
+    """0 where a token may look, -inf elsewhere; None when the causal rule says it all."""
     if not 0 < window < length:
         return None
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
+    ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+    seen = ones.tril() & ones.triu(1 - window)
+    return torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
 
 
 @torch.library.custom_op("stepwell::packed_attention", mutates_args=(), device_types="cpu")
@@ -103,16 +106,15 @@ def packed_attention(
     out_NHE = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
     lse_NH = torch.empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE), device=q_NHE.device)
     for stretch in _stretches(cu_seqlens):
-        q, k, v = (_view(x, *stretch) for x in (q_NHE, k_NKE, v_NKE))
-        band = _band(stretch[2], window, q.device)
-        mask = (
-            None
-            if band is None
-            else torch.zeros_like(band, dtype=q.dtype).masked_fill_(~band, float("-inf"))
-        )
-        out, lse = _flash(q, k, v, 0.0, band is None, attn_mask=mask)
-        _view(out_NHE, *stretch).copy_(out)
-        _view(lse_NH.unsqueeze(-1), *stretch).copy_(lse.unsqueeze(-1))
+        q, k, v, out, lse = (_view(x, *stretch) for x in (q_NHE, k_NKE, v_NKE, out_NHE, lse_NH))
+        band = _band(stretch[2], window, q)
+        if band is None and block_attention.pays(q, stretch[2], backward=False):
+            block_attention.forward(q, k, v, out, lse)
+            continue
+        by_head = (x.transpose(1, 2) for x in (q, k, v))
+        found, found_lse = _flash(*by_head, 0.0, band is None, attn_mask=band)
+        out.copy_(found.transpose(1, 2))
+        lse.copy_(found_lse.transpose(1, 2))
     return out_NHE, lse_NH
 
 
@@ -130,18 +132,17 @@ def packed_attention_backward(
     grads = tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHE, k_NKE, v_NKE)
     )
+    whole = (grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, *grads)
     for stretch in _stretches(cu_seqlens):
-        grad, q, k, v, out = (_view(x, *stretch) for x in (grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE))
-        lse = _view(lse_NH.unsqueeze(-1), *stretch).squeeze(-1)
-        band = _band(stretch[2], window, q.device)
-        mask = (
-            None
-            if band is None
-            else torch.zeros_like(band, dtype=q.dtype).masked_fill_(~band, float("-inf"))
-        )
-        parts = _flash_backward(grad, q, k, v, out, lse, 0.0, band is None, attn_mask=mask)
-        for whole, part in zip(grads, parts, strict=True):
-            _view(whole, *stretch).copy_(part)
+        grad, q, k, v, out, lse, *parts = (_view(x, *stretch) for x in whole)
+        band = _band(stretch[2], window, q)
+        if band is None and block_attention.pays(q, stretch[2], backward=True):
+            block_attention.backward(grad, q, k, v, out, lse, (parts[0], parts[1], parts[2]))
+            continue
+        by_head = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
+        found = _flash_backward(*by_head, 0.0, band is None, attn_mask=band)
+        for part, x in zip(parts, found, strict=True):
+            part.copy_(x.transpose(1, 2))
     return grads
 
 

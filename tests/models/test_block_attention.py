@@ -1,0 +1,88 @@
+"""Attention by blocks of queries against plain attention, and the rule that chooses it."""
+
+import math
+
+import pytest
+import torch
+
+from stepwell.models import block_attention
+from stepwell.models.attention import attend
+
+
+def plain(q, k, v):
+    """(B, T, H, E) in the inputs' dtype; also the log-sum-exp (B, T, H)."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bthe,bshe->bhts", q, k) / math.sqrt(q.shape[-1])
+    T = q.shape[1]
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    return torch.einsum("bhts,bshe->bthe", scores.softmax(-1), v), scores.logsumexp(-1).mT
+
+
+def tensors(B, T, H, K, dtype, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    make = lambda h: torch.randn(B, T, h, 16, generator=generator, dtype=torch.float64) * scale
+    return [make(h).to(dtype) for h in (H, K, K, H)]
+
+
+def by_blocks(q, k, v, grad):
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype)
+    block_attention.forward(q, k, v, out, lse)
+    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    block_attention.backward(grad, q, k, v, out, lse, grads)
+    return out, lse, *grads
+
+
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("B", [1, 5])
+def test_equals_plain_attention_with_gradients(B, T, H, K, monkeypatch):
+    monkeypatch.setattr(block_attention, "SCORES_BYTES", 2 * 4 * H * 64 * max(T, 64))
+    q, k, v, grad = tensors(B, T, H, K, torch.float64)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = plain(*leaves)
+    wanted = (out, lse, *torch.autograd.grad((out * grad).sum(), leaves))
+    for a, b in zip(by_blocks(*(x.detach() for x in leaves), grad), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_errs_no_more_than_the_flash_kernel():
+    q, k, v, grad = tensors(2, 192, 4, 2, torch.bfloat16, scale=2.0)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    out, _ = plain(*wide)
+    wanted = (out, *torch.autograd.grad((out * grad.double()).sum(), wide))
+
+    def error(found):
+        return [
+            ((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, wanted, strict=True)
+        ]
+
+    by_head = [x.transpose(1, 2) for x in (q, k, v, grad)]
+    flash, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*by_head[:3], 0.0, True)
+    flash_grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        by_head[3], *by_head[:3], flash, lse, 0.0, True
+    )
+    theirs = error([x.transpose(1, 2) for x in (flash, *flash_grads)])
+    found = by_blocks(q, k, v, grad)
+    for ours, other in zip(error([found[0], *found[2:]]), theirs, strict=True):
+        assert ours < max(2 * other, 6e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_long_and_short_documents_mix(dtype):
+    """One packed call crosses the rule's border; a document alone gives the same bits."""
+    lengths = [300, 300, 5, 140]
+    q, k, v, grad = (x[0] for x in tensors(1, sum(lengths), 4, 2, dtype))
+    borders = torch.tensor([0, 300, 600, 605, 745], dtype=torch.int32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, borders, None)
+    grads = torch.autograd.grad((out * grad).sum(), leaves)
+    for start, stop in ((600, 605), (605, 745)):
+        alone = [x[start:stop].clone().requires_grad_() for x in (q, k, v)]
+        found = attend(*alone, torch.tensor([0, stop - start], dtype=torch.int32), None)
+        assert torch.equal(found, out[start:stop])
+        for a, b in zip(
+            torch.autograd.grad((found * grad[start:stop]).sum(), alone), grads, strict=True
+        ):
+            assert torch.equal(a, b[start:stop])
