@@ -142,12 +142,16 @@ class DataConfig(Section):
 
     path: a JSONL or Parquet file of `messages` or `prompt`+`completion` rows (sft), or of prompts
     with an `answer` column (grpo).
+    heldout: stores that are scored during training (pretrain, sft), never trained on;
+    heldout_path: rows like those of `path` instead (sft).
     tokenizer: a folder or file with a `tokenizer.json`.
     """
 
     sources: tuple[SourceConfig, ...] = ()
     decay_sources: tuple[SourceConfig, ...] = ()
+    heldout: tuple[SourceConfig, ...] = ()
     path: str | None = None
+    heldout_path: str | None = None
     tokenizer: str | None = None
     seq_len: Positive = 512
     document_mask: bool = True
@@ -206,8 +210,9 @@ class GuardConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """branch_from: a checkpoint whose whole state (weights, optimiser, step, data position) this
-    run starts from, e.g. to branch a decay off a stable phase."""
+    """keep_best: that many of the lowest held-out loss stay besides keep_last; each evaluation then
+    ends in a checkpoint. branch_from: a checkpoint whose whole state (weights, optimiser, step,
+    data position) this run starts from, e.g. to branch a decay off a stable phase."""
 
     every_steps: Positive = 200
     keep_last: Positive = 2
@@ -254,7 +259,6 @@ class GRPO(Section):
     aggregate: Literal["token", "sequence"] = "token"
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0
     updates_per_rollout: Positive = 1
     verifier: str = "exact"
 
@@ -264,7 +268,8 @@ Method = Annotated[Pretrain | SFT | GRPO, Field(discriminator="kind")]
 
 class TrainConfig(Section):
     """A step sees global_batch_rows rows of data.seq_len tokens over all ranks; each rank takes
-    micro_batch_rows at a time. (grpo: rows are packed rollouts, global_batch_rows is ignored.)"""
+    micro_batch_rows at a time. (grpo: rows are packed rollouts, global_batch_rows is ignored.)
+    Every eval_every steps, and at the end, the same eval_rows held-out rows are scored."""
 
     steps: Positive = 1000
     global_batch_rows: Positive = 32
@@ -272,6 +277,7 @@ class TrainConfig(Section):
     seed: NonNegative = 0
     log_every: Positive = 1
     eval_every: NonNegative = 0
+    eval_rows: Positive = 64
 
 
 class LogConfig(Section):
@@ -321,6 +327,7 @@ class Run(Section):
                 f"data.seq_len={self.data.seq_len} exceeds model.max_seq_len="
                 f"{self.model.max_seq_len}; the nearest legal value is {self.model.max_seq_len}"
             )
+        self._check_heldout()
         if self.precision.param == "fp64" and self.precision.compute != "fp64":
             raise ValueError(
                 "precision.param='fp64' is for exact comparisons and needs precision.compute="
@@ -339,6 +346,37 @@ class Run(Section):
                 f"raise data.seq_len above {self.method.max_new_tokens}"
             )
         return self
+
+    def _check_heldout(self) -> None:
+        """Held-out data, evaluation and keeping the best each need the one before."""
+        data, kind, every = self.data, self.method.kind, self.train.eval_every
+        given = [k for k in ("heldout", "heldout_path") if getattr(data, k)]
+        if data.heldout_path and kind != "sft":
+            raise ValueError(
+                f"data.heldout_path={data.heldout_path!r} belongs to method.kind='sft', not "
+                f"{kind!r}; leave it out{', or use data.heldout' if kind == 'pretrain' else ''}"
+            )
+        if len(given) == 2:
+            raise ValueError(
+                "data.heldout and data.heldout_path exclude each other: one held-out loss is kept"
+            )
+        if kind == "grpo" and (every or given):
+            what = f"train.eval_every={every}" if every else f"data.{given[0]}"
+            raise ValueError(
+                f"{what} belongs to pretrain and sft; grpo shows its rewards, and `stepwell eval` "
+                "scores its checkpoints (leave it out)"
+            )
+        if every and not given:
+            also = " or data.heldout_path" if kind == "sft" else ""
+            raise ValueError(
+                f"train.eval_every={every} needs held-out data: set data.heldout{also}, or leave "
+                "eval_every at 0"
+            )
+        if self.checkpoint.keep_best and not every:
+            raise ValueError(
+                f"checkpoint.keep_best={self.checkpoint.keep_best} needs train.eval_every above 0 "
+                "(the best are chosen by held-out loss); set it, or leave keep_best at 0"
+            )
 
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Run:

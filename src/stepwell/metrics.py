@@ -373,6 +373,8 @@ class _RichProgress:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         left = self._time_left.update(step, time.monotonic())
         text = status_text(step, self._time_left.num_steps, values, left)
+        if "eval/loss" in values:
+            self._progress.console.print(text, markup=False, highlight=False)
         self._progress.update(self._task, completed=step, text=text)
 
     def note(self, kind: str, step: int | None, details: Mapping[str, Any]) -> None:
@@ -383,7 +385,8 @@ class _RichProgress:
 
 
 class _PlainProgress:
-    """One line at the first and last step and every PLAIN_LINE_EVERY_S seconds between."""
+    """One line at the first and last step, every PLAIN_LINE_EVERY_S seconds between, and for each
+    evaluation."""
 
     def __init__(self, console, name: str, num_steps: int | None, first_step: int) -> None:
         self._file: TextIO = console.file
@@ -394,9 +397,10 @@ class _PlainProgress:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
         left = self._time_left.update(step, now)
-        if now < self._next and step != self._num_steps:
-            return
-        self._next = now + PLAIN_LINE_EVERY_S
+        if "eval/loss" not in values:
+            if now < self._next and step != self._num_steps:
+                return
+            self._next = now + PLAIN_LINE_EVERY_S
         self._line(f"{self._name}: {status_text(step, self._num_steps, values, left)}")
 
     def note(self, kind: str, step: int | None, details: Mapping[str, Any]) -> None:
@@ -417,6 +421,10 @@ def status_text(
     parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
     if "train/loss" in values:
         parts.append(f"loss {values['train/loss']:.4g}")
+    if "eval/loss" in values:
+        parts.append(f"held-out loss {values['eval/loss']:.4g}")
+    if "eval/bits_per_token" in values:
+        parts.append(f"{values['eval/bits_per_token']:.4g} bits/token")
     if "reward/mean" in values:
         parts.append(f"reward {values['reward/mean']:.3f}")
     if "speed/tokens_per_s" in values:

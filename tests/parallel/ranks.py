@@ -20,9 +20,16 @@ from typing import Any
 
 import torch
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "stepwell.parallel.fsdp"]
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed.fsdp",
+        "torch.distributed.checkpoint",
+        "stepwell.parallel.fsdp",
+        "stepwell.posttrain.grpo",
+        "stepwell.posttrain.sft",
+    ]
 )
 _GRACE_S = 5.0
 
@@ -34,7 +41,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         ranks = [
-            _CONTEXT.Process(
+            FORKSERVER.Process(
                 target=_rank_main,
                 args=(function, rank, num_ranks, port, folder, timeout_s, args),
                 daemon=True,

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 OPTIONS = ("nproc", "resume", "fresh", "json", "help")
 # What a run writes into its folder, and so what --fresh may remove from it.
-WRITTEN = ("checkpoints", "metrics.jsonl", "events.jsonl", "samples.jsonl", "report.html")
+WRITTEN = (
+    "checkpoints",
+    "metrics.jsonl",
+    "events.jsonl",
+    "samples.jsonl",
+    "report.html",
+    "data.origin.json",
+    "heldout.origin.json",
+)
 
 
 @dataclass
@@ -130,7 +138,7 @@ def clear_folder(folder: Path) -> None:
             "choose another --dir"
         )
     # The rendered rows of sft; a folder of the same name that holds no store is somebody else's.
-    rendered = ("data",) if (folder / "data" / "manifest.json").is_file() else ()
+    rendered = [n for n in ("data", "heldout") if (folder / n / "manifest.json").is_file()]
     for name in (*WRITTEN, *rendered, "run.toml"):
         path = folder / name
         if path.is_dir():
@@ -246,7 +254,6 @@ def _grpo(run: Run) -> int:
     from stepwell.eval.items import load_prompts
     from stepwell.posttrain.grpo import grpo
     from stepwell.posttrain.verifiers import find_verifier
-    from stepwell.train.weights import initial_weights
 
     method = run.method
     assert isinstance(method, GRPO)
@@ -264,7 +271,7 @@ def _grpo(run: Run) -> int:
             f"{longest} tokens (data.seq_len - method.max_new_tokens)",
             file=sys.stderr,
         )
-    return grpo(run, prompts, verifier, tokenizer, initial_weights(run.model))
+    return grpo(run, prompts, verifier, tokenizer)
 
 
 def _tokenizer(run: Run) -> Tokenizer:

@@ -3,7 +3,10 @@ other."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,15 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from stepwell.config import SFT, Run
+from stepwell.data.batch import Batch
 from stepwell.data.loader import packed_stream, packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh, barrier
 from stepwell.tokenizer import Tokenizer
+from stepwell.train import checkpoint
+from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
+from stepwell.train.pretrain import open_stores
 from stepwell.train.session import join, open_session
-from stepwell.train.weights import initial_weights
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, DataError
 
 
 def sft(
@@ -41,10 +47,11 @@ def sft(
             f"{run.model.vocab_size}; take the tokenizer that the model was trained with"
         )
     mesh = join(run)
-    store, events = chat_store(run, tokenizer, mesh)
+    store, events = chat_store(run, run.data.path, "data", tokenizer, mesh)
     run = with_steps(run, store)
+    heldout = heldout_rows(run, tokenizer, mesh, events) if run.train.eval_every else None
     loss = cross_entropy(run.loss)
-    with open_session(run, weights or initial_weights(run.model), mesh=mesh) as session:
+    with open_session(run, weights, mesh=mesh) as session:
         for event in events:
             session.log.event("data", **event)
         start = session.engine.step
@@ -65,30 +72,77 @@ def sft(
             stats = session.engine.forward_backward(batch, loss)
             info = session.engine.optim_step()
             session.record(batch, stats, info)
+            if heldout is not None and session.evaluation_due:
+                session.record_evaluation(heldout_loss(session.engine, heldout))
             session.after_step(state)
         return session.engine.step - start
 
 
 def chat_store(
-    run: Run, tokenizer: Tokenizer, mesh: Mesh
+    run: Run, path: str, name: str, tokenizer: Tokenizer, mesh: Mesh
 ) -> tuple[TokenStore, list[dict[str, Any]]]:
-    """The rows of `data.path`, rendered once into the run's folder; and what to log about it."""
+    """The rows of `path`, rendered once into folder `name` of the run; and what to log about it.
+
+    Rendered anew when the file or the tokenizer has changed since. Raises ConfigError if
+    checkpoints were trained on what was rendered before.
+    """
     method = run.method
     assert isinstance(method, SFT)
-    assert run.data.path is not None
-    folder, events = Path(run.dir) / "data", []
-    if mesh.is_main and not (folder / "manifest.json").exists():
-        _, report = build_sft_store(Path(run.data.path), tokenizer, folder, method.max_rows)
-        events.append(
-            {
-                "rows": report.rows,
-                "kept": report.kept,
-                "dropped": report.drops.by_reason,
-                "trained_tokens": report.trained_tokens,
-            }
-        )
+    folder, events = Path(run.dir) / name, []
+    if mesh.is_main:
+        origin = rows_origin(path, tokenizer, method.max_rows)
+        note = folder.with_name(f"{name}.origin.json")
+        known = json.loads(note.read_text("utf-8")) if note.exists() else None
+        if known != origin and known is not None and checkpoint.latest(run.dir) is not None:
+            changed = [key for key in origin if known.get(key) != origin[key]]
+            raise ConfigError(
+                f"{run.dir} was trained on rows of another {' and '.join(changed)}; choose another "
+                "dir, or --fresh to start over"
+            )
+        if known not in (None, origin):
+            shutil.rmtree(folder, ignore_errors=True)
+        if known != origin:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(origin), "utf-8")
+        if known is None or not (folder / "manifest.json").exists():
+            _, report = build_sft_store(Path(path), tokenizer, folder, method.max_rows)
+            events.append(
+                {
+                    "path": path,
+                    "rows": report.rows,
+                    "kept": report.kept,
+                    "dropped": report.drops.by_reason,
+                    "trained_tokens": report.trained_tokens,
+                }
+            )
     barrier(mesh)
     return TokenStore.open(folder, tokenizer), events
+
+
+def rows_origin(path: str, tokenizer: Tokenizer, max_rows: int | None) -> dict[str, Any]:
+    """What rendered rows depend on. Raises DataError for a file that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return {
+        "file": digest,
+        "tokenizer": tokenizer.fingerprint,
+        "chat template": tokenizer.chat_template,
+        "max_rows": max_rows,
+    }
+
+
+def heldout_rows(run: Run, tokenizer: Tokenizer, mesh: Mesh, events: list[dict[str, Any]]) -> Batch:
+    """Rows of `data.heldout_path`, or windows of `data.heldout`; adds to `events`."""
+    data, num_rows = run.data, run.train.eval_rows
+    if data.heldout_path is None:
+        stores = open_stores(run, data.heldout, tokenizer.fingerprint)
+        return heldout_windows(stores, data.seq_len, num_rows, data.document_mask)
+    store, more = chat_store(run, data.heldout_path, "heldout", tokenizer, mesh)
+    events += more
+    return heldout_conversations(store, data.seq_len, num_rows, tokenizer.pad_id)
 
 
 def with_steps(run: Run, store: TokenStore) -> Run:

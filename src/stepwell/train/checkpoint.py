@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import re
@@ -191,7 +192,8 @@ def prune(
     higher_is_better: bool = False,
 ) -> list[Path]:
     """Removes all but the last `keep_last` checkpoints and the `keep_best` best by the state's
-    `metrics[metric]` (or its `extra.metrics[metric]`); returns what it removed. One rank calls it.
+    `metrics[metric]` (or its `extra.metrics[metric]`; the later of equals); returns what it
+    removed. One rank calls it.
     """
     complete = _complete(run_dir)
     kept = set(sorted(complete)[-max(keep_last, 1) :])
@@ -200,7 +202,7 @@ def prune(
         state = read_state(folder)
         metrics = state.get("metrics") or state.get("extra", {}).get("metrics", {})
         score = metrics.get(metric)
-        if score is not None:
+        if score is not None and math.isfinite(score):
             scores[step] = -score if higher_is_better else score
     kept |= set(sorted(scores, key=lambda step: (scores[step], -step))[:keep_best])
     removed = [complete[step] for step in sorted(set(complete) - kept)]

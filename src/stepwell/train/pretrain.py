@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
 from stepwell.config import Run, SourceConfig
-from stepwell.data.loader import pretrain_stream
+from stepwell.data.batch import Batch
+from stepwell.data.loader import State, pretrain_stream
 from stepwell.data.store import TokenStore
+from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.optim import phase
 from stepwell.train.session import Session, open_session
-from stepwell.train.weights import initial_weights
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, DataError
 
 
 def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> int:
     """Trains to `train.steps`; goes on where a stopped run was. Returns the number of steps done.
 
     In the decay phase of a WSD schedule `data.decay_sources` replaces `data.sources`.
-    Raises ConfigError without sources, DataError for stores of another tokenizer.
+    weights: (global name, full tensor) to start from; None: `model.init`.
+    Raises ConfigError without sources, DataError for stores that don't fit each other or the
+    model.
     """
     if not run.data.sources:
         raise ConfigError("data.sources is empty; pretraining needs at least one token store")
     loss = cross_entropy(run.loss)
-    with open_session(run, weights or initial_weights(run.model)) as session:
+    stores = {
+        name: open_stores(run, getattr(run.data, name))
+        for name in ("sources", "decay_sources", "heldout")
+    }
+    heldout = None
+    if run.train.eval_every:
+        data = run.data
+        heldout = heldout_windows(
+            stores["heldout"], data.seq_len, run.train.eval_rows, data.document_mask
+        )
+    with open_session(run, weights) as session:
         states = dict(session.extra or {})
         name = stream_name(run, session.engine.step)
-        stream = open_stream(session, name, states.get(name))
+        stream = open_stream(session, stores[name], states.get(name))
         start = session.engine.step
         session.pause()
         while not session.finished:
             wanted = stream_name(run, session.engine.step)
             if wanted != name:
                 name = wanted
-                stream = open_stream(session, name, states.get(name))
+                stream = open_stream(session, stores[name], states.get(name))
             batch, states[name] = next(stream)
             stats = session.engine.forward_backward(batch, loss)
             info = session.engine.optim_step()
             session.record(batch, stats, info)
+            if heldout is not None and session.evaluation_due:
+                session.record_evaluation(heldout_loss(session.engine, heldout))
             session.after_step(states)
         return session.engine.step - start
 
@@ -50,11 +65,37 @@ def stream_name(run: Run, step: int) -> str:
     return "decay_sources" if in_decay and run.data.decay_sources else "sources"
 
 
-def open_stream(session: Session, name: str, state: dict | None):
+def open_stores(
+    run: Run, sources: Sequence[SourceConfig], fingerprint: str | None = None
+) -> list[tuple[TokenStore, float]]:
+    """Stores with their weights. fingerprint: of the tokenizer; None: that of the run's first
+    store.
+
+    Raises DataError for a store of another tokenizer, or with ids that the model has not.
+    """
+    stores = [(TokenStore.open(source.path), source.weight) for source in sources]
+    for store, _ in stores:
+        if store.vocab_size > run.model.vocab_size:
+            raise DataError(
+                f"the store {store.folder} has {store.vocab_size} ids, but model.vocab_size="
+                f"{run.model.vocab_size}; the nearest legal value is {store.vocab_size}"
+            )
+        first = fingerprint or TokenStore.open(run.data.sources[0].path).manifest["tokenizer"]
+        if store.manifest["tokenizer"] != first:
+            raise DataError(
+                f"the store {store.folder} was made with another tokenizer (fingerprint "
+                f"{store.manifest['tokenizer'][:12]}) than the rest ({first[:12]}); tokenise its "
+                "text again"
+            )
+    return stores
+
+
+def open_stream(
+    session: Session, stores: Sequence[tuple[TokenStore, float]], state: dict | None
+) -> Iterator[tuple[Batch, State]]:
     run, mesh = session.run, session.engine.mesh
-    sources: tuple[SourceConfig, ...] = getattr(run.data, name)
     return pretrain_stream(
-        [(TokenStore.open(source.path), source.weight) for source in sources],
+        stores,
         seq_len=run.data.seq_len,
         rows_per_step=run.train.global_batch_rows,
         rank=mesh.data_rank,

@@ -29,11 +29,23 @@ from stepwell.parallel.mesh import (
 )
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats, StepInfo
+from stepwell.train.weights import initial_weights
 from stepwell.types import ConfigError, Interrupted
 
 # What may change between a run and its continuation without changing what is computed.
-FREE_SECTIONS = ("name", "log", "checkpoint", "layout")
-FREE_KEYS = ("train.micro_batch_rows", "train.log_every", "train.eval_every")
+FREE_SECTIONS = ("name", "dir", "log", "layout")
+FREE_KEYS = (
+    "checkpoint.asynchronous",
+    "checkpoint.every_steps",
+    "checkpoint.keep_best",
+    "checkpoint.keep_last",
+    "train.eval_every",
+    "train.log_every",
+    "train.micro_batch_rows",
+)
+
+
+METRICS = "metrics"
 
 
 class Session:
@@ -49,6 +61,7 @@ class Session:
         self.signalled: int | None = None
         self._saving: checkpoint.SaveHandle | None = None
         self._last_saved = engine.step
+        self._evaluation: tuple[int, dict[str, float]] = (-1, {})
         device = hardware.detect()
         peak, self.peak_source = hardware.peak_flops_per_s(device, run.precision.compute)
         self.peak_flops_per_s = peak * engine.mesh.world
@@ -61,7 +74,12 @@ class Session:
     def record(
         self, batch: Batch, stats: Stats, info: StepInfo, more: dict[str, float] | None = None
     ) -> None:
-        """Logs one step. batch: this rank's rows of it."""
+        """Logs one step. batch: this rank's rows of it.
+
+        Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
+        and the peak of all ranks. The time runs from the last step's end, so that reading data and
+        handing over a checkpoint are in it.
+        """
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         mesh = self.engine.mesh
@@ -90,6 +108,18 @@ class Session:
             },
         )
 
+    @property
+    def evaluation_due(self) -> bool:
+        every = self.run.train.eval_every
+        return every > 0 and (self.engine.step % every == 0 or self.finished)
+
+    def record_evaluation(self, metrics: dict[str, float]) -> None:
+        """Logs held-out metrics of the weights as they are; a checkpoint of this step carries
+        them."""
+        self.log.log(self.engine.step, metrics)
+        self._evaluation = (self.engine.step, metrics)
+        self.pause()
+
     def pause(self) -> None:
         """Leaves the time since the last step out of the next one (evaluation, first batch)."""
         self._mark = time.perf_counter()
@@ -99,7 +129,10 @@ class Session:
         step = self.engine.step
         flag = torch.tensor(self.signalled or 0)
         stop = int(all_reduce_max(flag, self.engine.mesh))
-        due = step % self.run.checkpoint.every_steps == 0 or self.finished or stop
+        keep, evaluated = self.run.checkpoint, self._evaluation[0] == step
+        # An update may take several steps, so that none of them is a multiple.
+        passed = step // keep.every_steps > self._last_saved // keep.every_steps
+        due = passed or self.finished or stop or (keep.keep_best and evaluated)
         if due and step != self._last_saved:
             self.save(extra)
         if stop and not self.finished:
@@ -113,6 +146,9 @@ class Session:
     def save(self, extra: dict[str, Any]) -> None:
         self.wait()
         step = self.engine.step
+        evaluated, metrics = self._evaluation
+        if evaluated == step:
+            extra = {**extra, METRICS: metrics}
         self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
         self._last_saved = step
 
@@ -138,6 +174,9 @@ def open_session(
     """Starts the run, or goes on from its last checkpoint. The first SIGINT or SIGTERM lets the
     step end and saves; a second one stops at once.
 
+    weights: (global name, full tensor) to start from, by default those of `model.init` or drawn
+    from the seed; a run that goes on does not read them.
+
     Raises ConfigError if the folder holds a different run.
     """
     mesh = mesh or join(run)
@@ -147,12 +186,17 @@ def open_session(
         claim_folder(run, resuming=latest is not None)
         checkpoint.remove_leftovers(folder)
     barrier(mesh)
-    engine = Engine(run, None if latest else weights, mesh)
+    start = latest or run.checkpoint.branch_from
+    if start is None and weights is None:
+        weights = initial_weights(run.model)
+    engine = Engine(run, None if start else weights, mesh)
     extra = None
     if latest is not None:
         extra = engine.load(latest)
     elif run.checkpoint.branch_from:
         extra = engine.load(run.checkpoint.branch_from, branch=True)
+    if extra is not None:
+        extra.pop(METRICS, None)
     log = RunLog(
         folder,
         run.log,
@@ -165,7 +209,7 @@ def open_session(
     )
     session = Session(run, engine, log, extra)
     if extra is not None and not session.finished:
-        log.event("resume", engine.step, checkpoint=str(latest or run.checkpoint.branch_from))
+        log.event("resume", engine.step, checkpoint=str(start))
 
     def on_signal(number: int, _frame: Any) -> None:
         if session.signalled is not None:
@@ -220,12 +264,19 @@ def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def step_flops(run: Run, batch: Batch) -> float:
     """Model FLOPs of one step on these rows: attention within documents, the head only where a
     loss is taken, backward twice the forward, no recomputation."""
-    num_tokens = int((batch.docs_BT >= 0).sum())
+    lengths = document_lengths(batch)
+    num_tokens = sum(lengths)
     if num_tokens == 0:
         return 0.0
-    borders = batch.cu_seqlens()
-    lengths = (borders[1:] - borders[:-1]).tolist()
     per_token = flops_per_token(run.model, attended_seq_len(lengths))
     loss_tokens = int((batch.weights_BT != 0).sum())
     body = num_tokens * (per_token.blocks + per_token.attention)
     return 3 * (body + loss_tokens * per_token.head)
+
+
+def document_lengths(batch: Batch) -> list[int]:
+    """Tokens of each document in the rows; padding is none."""
+    borders = batch.cu_seqlens()
+    starts, ends = borders[:-1].long(), borders[1:].long()
+    real = batch.docs_BT.cpu().flatten()[starts] >= 0
+    return (ends - starts)[real].tolist()

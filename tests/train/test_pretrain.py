@@ -1,0 +1,215 @@
+"""`stepwell pretrain` as real processes: going on exactly, stopping, refusing, switching data."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli import main
+from stepwell.config import Run
+from stepwell.data.store import TokenStore
+from stepwell.metrics import read_events, read_lines
+from stepwell.train.pretrain import open_stores, pretrain, stream_name
+from stepwell.types import ConfigError, DataError
+from tests import runs
+from tests.runs import final_weights, finish, killed, measured, settings, words, write_store
+
+WSD = {
+    "optim.schedule.kind": "wsd",
+    "optim.schedule.decay_steps": 20,
+    "data.decay_sources": '[{path = "best"}]',
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = runs.make_world(tmp_path_factory.mktemp("world"))
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def test_killed_twice_it_ends_as_if_undisturbed(world):
+    """Law 5, with evaluations, asynchronous checkpoints and the decay phase on other data."""
+    values = {
+        "train.steps": 60,
+        "checkpoint.every_steps": 7,
+        "train.eval_every": 10,
+        "train.eval_rows": 3,
+        "data.heldout": '[{path = "heldout"}]',
+        **WSD,
+    }
+    straight = words("pretrain", settings("pretrain", "straight", **values))
+    assert finish(straight, world, world / "log")[0] == 0
+    broken = words("pretrain", settings("pretrain", "broken", **values))
+    rng = random.Random(5)
+    for num_lines in (rng.randint(9, 25), rng.randint(35, 55)):
+        killed(broken, world, world / "log", world / "broken", num_lines)
+    code, output = finish(broken, world, world / "log")
+    assert code == 0
+    assert "[resume at step" in output
+    got, wanted = (measured(world / name) for name in ("broken", "straight"))
+    assert got == wanted
+    steps = [line["step"] for line in got if "train/loss" in line]
+    assert steps == list(range(1, 61))
+    runs.assert_equal(final_weights(world / "broken"), final_weights(world / "straight"))
+    code, output = finish(broken, world, world / "log")
+    assert code == 0
+    assert "was finished before (broken); nothing to do" in output
+    assert measured(world / "broken") == wanted
+
+
+def test_the_first_sigterm_saves_and_says_how_to_go_on(world):
+    """A real `python -m stepwell.cli`, with its exit code."""
+    values = settings("pretrain", "stopped", **{"train.steps": 2000, "checkpoint.every_steps": 999})
+    command = [sys.executable, "-m", "stepwell.cli", *words("pretrain", values)]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=world)
+    metrics, deadline = world / "stopped" / "metrics.jsonl", time.monotonic() + 60
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    last = measured(world / "stopped")[-1]["step"]
+    assert f"stopped at step {last} of 2000 and saved; the same command goes on" in errors
+    assert (world / "stopped" / "checkpoints" / f"step-{last:08d}").is_dir()
+    event = read_events(world / "stopped")[-1]
+    assert (event["event"], event["signal"], event["step"]) == ("interrupted", "SIGTERM", last)
+
+
+def test_another_runs_folder_is_refused_naming_the_keys(world, capsys):
+    first = settings("pretrain", "mine")
+    assert main(words("pretrain", first)) == 0
+    other = {**first, "optim.lr": 0.02, "train.seed": 4, "checkpoint.branch_from": "x"}
+    assert main(words("pretrain", other)) == 2
+    message = capsys.readouterr().err
+    assert "other settings (checkpoint.branch_from, optim.lr, train.seed)" in message
+    assert "--fresh" in message
+    assert Run.load("mine/run.toml").optim.lr == 0.01
+    free = {**first, "checkpoint.every_steps": 3, "train.micro_batch_rows": 4, "name": "new"}
+    assert main(words("pretrain", free)) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_the_decay_phase_reads_its_own_sources(world, monkeypatch):
+    """Each source's windows are known by their tokens."""
+    from stepwell.train.engine import Engine
+
+    seen = []
+    original = Engine.forward_backward
+    monkeypatch.setattr(
+        Engine,
+        "forward_backward",
+        lambda self, batch, *rest: (seen.append(batch), original(self, batch, *rest))[1],
+    )
+    run = Run.parse({}, settings("pretrain", "decay", **{**WSD, "optim.schedule.decay_steps": 2}))
+    assert [stream_name(run, step) for step in (0, 3, 4, 5)] == [
+        "sources",
+        "sources",
+        "decay_sources",
+        "decay_sources",
+    ]
+    assert pretrain(run) == 6
+    stores = [TokenStore.open(name) for name in ("store", "best")]
+    texts = [store.read(0, store.num_tokens).tolist() for store in stores]
+    for step, batch in enumerate(seen):
+        text = texts[step >= 4]
+        for sample, row in zip(batch.sample_ids, batch.tokens_BT.tolist(), strict=True):
+            assert row == text[sample * 32 : (sample + 1) * 32]
+    lrs = [line["train/lr"] for line in measured(world / "decay")]
+    assert lrs[:4] == [0.01] * 4
+    assert 0 < lrs[5] < lrs[4] <= 0.01
+
+
+def test_a_branch_starts_from_a_checkpoints_whole_state(world):
+    """Without a change of schedule a branch repeats the trunk, bit for bit; with one it decays."""
+    trunk = settings("pretrain", "trunk", **{"checkpoint.every_steps": 3})
+    assert main(words("pretrain", trunk)) == 0
+    point = {"checkpoint.branch_from": "trunk/checkpoints/step-00000003"}
+    assert main(words("pretrain", {**trunk, "dir": "again", **point})) == 0
+    assert measured(world / "again") == measured(world / "trunk")[3:]
+    runs.assert_equal(final_weights(world / "again"), final_weights(world / "trunk"))
+    decay = {**trunk, "dir": "branch", **point, **WSD, "optim.schedule.decay_steps": 3}
+    assert main(words("pretrain", decay)) == 0
+    assert [line["train/lr"] for line in measured(world / "branch")][-1] < 0.01
+
+
+def test_a_skipped_step_names_its_samples(world):
+    """A bound that every later step exceeds: the guard refuses them, with their rows."""
+    values = {"guard.spike_factor": 1.0001, "guard.min_history": 1, "guard.max_skips_in_a_row": 99}
+    run = Run.parse({}, settings("pretrain", "skips", **values, **{"optim.lr": 1.0}))
+    pretrain(run)
+    skips = [event for event in read_events("skips") if event["event"] == "skip"]
+    assert skips
+    store = TokenStore.open("store")
+    for event in skips:
+        assert len(event["sample_ids"]) == 4
+        assert all(0 <= i < store.num_tokens // 32 for i in event["sample_ids"])
+        assert "spike_factor" in event["reason"]
+    skipped = [line["step"] for line in measured(world / "skips") if line["train/skipped"]]
+    assert skipped == [event["step"] for event in skips]
+
+
+def test_shown_numbers_are_what_they_say(world):
+    """Tokens, tokens a second and MFU, from the rows and the definition."""
+    from stepwell import hardware
+    from stepwell.models.flops import count_parameters
+
+    run = Run.parse(
+        {}, settings("pretrain", "shown", **{"train.steps": 2, "precision.compute": "fp32"})
+    )
+    pretrain(run)
+    lines = read_lines(world / "shown" / "metrics.jsonl")
+    peak, _ = hardware.peak_flops_per_s(hardware.detect(), "fp32")
+    store = TokenStore.open("store")
+    from stepwell.data.loader import pretrain_stream
+
+    stream = pretrain_stream([(store, 1.0)], 32, 4, seed=0)
+    counts, model = count_parameters(run.model), run.model
+    for line in lines:
+        batch, _ = next(stream)
+        flops = 0.0
+        for docs, weights in zip(batch.docs_BT, batch.weights_BT, strict=True):
+            for doc in docs.unique():
+                length = int((docs == doc).sum())
+                flops += length * 2 * (counts.attention + counts.mlp)
+                # Query and key, then weights and values: half of length^2 pairs each.
+                flops += model.num_layers * 2 * 2 * model.num_heads * model.head_dim * length**2 / 2
+            flops += int(weights.sum()) * 2 * model.vocab_size * model.d_model
+        assert line["train/tokens"] == 4 * 32
+        assert line["train/loss_tokens"] == int(batch.weights_BT.sum())
+        assert line["speed/tokens_per_s"] == pytest.approx(128 / line["time/step_s"])
+        assert line["speed/mfu"] == pytest.approx(3 * flops / line["time/step_s"] / peak)
+
+
+def test_sources_that_cannot_be_are_refused(world):
+    write_store(world / "foreign", 9, fingerprint="0" * 64)
+    run = Run.parse({}, settings("pretrain", "refused"))
+    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
+        pretrain(Run.parse({}, {"dir": "refused"}))
+    foreign = Run.parse(
+        {}, settings("pretrain", "refused", **{"data.heldout": '[{path = "foreign"}]'})
+    )
+    with pytest.raises(DataError, match="foreign was made with another tokenizer"):
+        open_stores(foreign, foreign.data.heldout)
+    small = Run.parse({}, {**settings("pretrain", "refused"), "model.vocab_size": 300})
+    with pytest.raises(DataError, match=r"store has 320 ids, but model\.vocab_size=300"):
+        pretrain(small)
+    assert not Path("refused").exists()
+    assert len(open_stores(run, run.data.sources)) == 1
+
+
+def test_fresh_starts_over(world, capsys):
+    values = words("pretrain", settings("pretrain", "over", **{"train.steps": 2}))
+    assert main(values) == 0
+    assert main([*values, "--fresh", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps_done"] == 2
+    assert [line["step"] for line in measured(world / "over")] == [1, 2]
