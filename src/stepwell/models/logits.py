@@ -1,12 +1,14 @@
 """Per-token quantities of the output distribution, without ever holding N*V logits in float32.
 
-N tokens, D d_model, V vocabulary. The head's product and everything after it run in chunks of
-tokens; the backward pass either reads the chunk's logits again (kept in compute dtype) or computes
-them a second time.
+N tokens, D d_model, V vocabulary, C tokens of a chunk. The head's product and everything after it
+run in chunks of tokens. What the backward pass needs is either kept in compute dtype (the
+probabilities, or the logits where the entropy is asked for) or computed a second time. On CPU, the
+float32 arithmetic between the products runs over slices of a chunk that stay in cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stepwell.models.layers import upcast
+
+SLICE_BYTES = 2 * 2**20
 
 
 class TokenStats(NamedTuple):
@@ -40,7 +44,7 @@ def token_stats(
     """Log-probability of the target, log Z, entropy and mean logit of softmax(h W^T / T).
 
     Entropy and mean logit are zero, without gradient, unless asked for. Differentiable in
-    hidden_ND and weight_VD.
+    hidden_ND and weight_VD, once: the backward pass overwrites what was kept.
     """
     N = hidden_ND.shape[0]
     if compiled:  # one shape for every chunk: the compiled code is then built once
@@ -52,7 +56,7 @@ def token_stats(
         weight_VD,
         targets_N,
         chunk_tokens,
-        keep_logits,
+        keep_logits and torch.is_grad_enabled(),
         inverse_temperature,
         with_entropy,
         with_mean,
@@ -61,39 +65,78 @@ def token_stats(
     return TokenStats(*(value[:N] for value in stats))
 
 
-def _chunk_stats(
-    logits_CV: Tensor, targets_C: Tensor, scale: float, with_entropy: bool, with_mean: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = upcast(logits_CV) * scale
-    lse = torch.logsumexp(wide, dim=-1)
+class _Wanted(NamedTuple):
+    scale: float
+    entropy: bool
+    mean: bool
+    probs: bool  # overwrite the logits with probabilities
+
+
+def _chunk_stats(logits_CV: Tensor, targets_C: Tensor, wanted: _Wanted) -> tuple[Tensor, ...]:
+    """logprobs, lse, entropy, mean."""
+    wide = upcast(logits_CV) * wanted.scale
+    probs = wide.softmax(-1)
+    # The largest logit is top and has probability exp(top - lse), which is at least 1 / V.
+    lse = wide.amax(-1) - probs.amax(-1).log()
     logprobs = wide.gather(-1, targets_C[:, None]).squeeze(-1) - lse
     zero = torch.zeros_like(lse)
-    entropy = lse - ((wide - lse[:, None]).exp() * wide).sum(-1) if with_entropy else zero
-    return logprobs, lse, entropy, wide.mean(-1) if with_mean else zero
+    entropy = lse - (probs * wide).sum(-1) if wanted.entropy else zero
+    mean = wide.mean(-1) if wanted.mean else zero
+    if wanted.probs:
+        logits_CV.copy_(probs)
+    return logprobs, lse, entropy, mean
+
+
+class _Coefficients(NamedTuple):
+    """d(objective)/d(logit v) = probs_v * (prob + entropy * (log probs_v + H)) + mean, but at the
+    target, where it is `target` (computed apart: 1 - p loses its digits as p nears 1)."""
+
+    prob: Tensor
+    target: Tensor
+    entropy: Tensor | None
+    mean: Tensor | None
+
+    def rows(self, part: slice) -> _Coefficients:
+        entropy, mean = (None if x is None else x[part] for x in (self.entropy, self.mean))
+        return _Coefficients(self.prob[part], self.target[part], entropy, mean)
+
+
+def _coefficients(
+    grads: tuple[Tensor | None, ...], logprobs: Tensor, H: Tensor, scale: float, vocab_size: int
+) -> _Coefficients:
+    zero = torch.zeros_like(logprobs)
+    grad_logprob, grad_lse = (zero if g is None else g * scale for g in grads[:2])
+    by_entropy = None if grads[2] is None else grads[2] * -scale
+    by_mean = None if grads[3] is None else grads[3] * (scale / vocab_size)
+    p = logprobs.exp()
+    target = p * grad_lse - logprobs.expm1() * grad_logprob
+    if by_entropy is not None:
+        target = target + by_entropy * p * (logprobs + H)
+    if by_mean is not None:
+        target = target + by_mean
+    return _Coefficients(grad_lse - grad_logprob, target, by_entropy, by_mean)
 
 
 def _chunk_grad(
-    logits_CV: Tensor,
+    values_CV: Tensor,
     targets_C: Tensor,
     lse: Tensor,
-    entropy: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor],
+    H: Tensor,
+    by: _Coefficients,
     scale: float,
-    with_entropy: bool,
-    with_mean: bool,
-) -> Tensor:
-    """Gradient of the logits, in their dtype."""
-    grad_logprob, grad_lse, grad_entropy, grad_mean = grads
-    logprob = upcast(logits_CV) * scale - lse[:, None]
-    p = logprob.exp()
-    grad = p * (grad_lse - grad_logprob)[:, None]
-    if with_entropy:
-        grad = grad - grad_entropy[:, None] * p * (logprob + entropy[:, None])
-    if with_mean:
-        grad = grad + (grad_mean / logits_CV.shape[-1])[:, None]
-    hit = torch.arange(logits_CV.shape[-1], device=logits_CV.device) == targets_C[:, None]
-    grad = torch.where(hit, grad + grad_logprob[:, None], grad)
-    return (grad * scale).to(logits_CV.dtype)
+    are_probs: bool,
+) -> None:
+    """Overwrites probabilities, or unscaled logits, with the gradient of the logits."""
+    wide = upcast(values_CV)
+    logprobs = None if are_probs else wide * scale - lse[:, None]
+    probs = wide if logprobs is None else logprobs.exp()
+    grad = probs * by.prob[:, None]
+    if by.entropy is not None and logprobs is not None:
+        grad = grad + by.entropy[:, None] * probs * (logprobs + H[:, None])
+    if by.mean is not None:
+        grad = grad + by.mean[:, None]
+    values_CV.copy_(grad)
+    values_CV.scatter_(1, targets_C[:, None], by.target[:, None].to(values_CV.dtype))
 
 
 _compiled_chunk_stats = torch.compile(_chunk_stats, dynamic=False)
@@ -105,43 +148,57 @@ class _TokenStats(torch.autograd.Function):
     def forward(
         ctx, hidden, weight, targets, chunk, keep, scale, with_entropy, with_mean, compiled
     ):
-        stats = _compiled_chunk_stats if compiled else _chunk_stats
-        head = weight.to(hidden.dtype).t()
-        chunks, kept = [], []
-        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-            logits = h @ head
-            chunks.append(stats(logits, t, scale, with_entropy, with_mean))
+        ctx.set_materialize_grads(False)
+        chunk_stats = _compiled_chunk_stats if compiled else _chunk_stats
+        keeps_probs = keep and not with_entropy
+        wanted = _Wanted(scale, with_entropy, with_mean, keeps_probs)
+        head = weight.to(hidden.dtype)
+        slices, kept = [], []
+        for part in _parts(hidden.shape[0], chunk):
+            logits = hidden[part] @ head.t()
             if keep:
                 kept.append(logits)
-        logprobs, lse, entropy, mean = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        ctx.save_for_backward(hidden, weight, targets, lse, entropy, *kept)
-        ctx.options = (chunk, scale, with_entropy, with_mean, compiled)
-        return logprobs, lse, entropy, mean
+            for rows in _slices(logits, compiled):
+                slices.append(chunk_stats(logits[rows], targets[part][rows], wanted))
+        stats = tuple(torch.cat(pieces) for pieces in zip(*slices, strict=True))
+        ctx.save_for_backward(hidden, weight, head, targets, *stats[:3], *kept)
+        ctx.options = (chunk, scale, keeps_probs, compiled)
+        return stats
 
     @staticmethod
     def backward(ctx, *grads):
-        hidden, weight, targets, lse, entropy, *kept = ctx.saved_tensors
-        chunk, scale, with_entropy, with_mean, compiled = ctx.options
+        hidden, weight, head, targets, logprobs, lse, entropy, *kept = ctx.saved_tensors
+        chunk, scale, keeps_probs, compiled = ctx.options
         chunk_grad = _compiled_chunk_grad if compiled else _chunk_grad
-        head = weight.to(hidden.dtype)
+        coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight)
-        for i, start in enumerate(range(0, hidden.shape[0], chunk)):
-            part = slice(start, start + chunk)
-            logits = kept[i] if kept else hidden[part] @ head.t()
+        for i, part in enumerate(_parts(hidden.shape[0], chunk)):
+            values = kept[i] if kept else hidden[part] @ head.t()
+            for rows in _slices(values, compiled):
+                chunk_grad(
+                    values[rows],
+                    targets[part][rows],
+                    lse[part][rows],
+                    entropy[part][rows],
+                    coefficients.rows(part).rows(rows),
+                    scale,
+                    keeps_probs,
+                )
+            torch.mm(values, head, out=grad_hidden[part])
+            grad_weight += values.t() @ hidden[part]
             if kept:
                 kept[i] = None
-            pieces = tuple(g[part] for g in grads)
-            grad_logits = chunk_grad(
-                logits,
-                targets[part],
-                lse[part],
-                entropy[part],
-                pieces,
-                scale,
-                with_entropy,
-                with_mean,
-            )
-            torch.mm(grad_logits, head, out=grad_hidden[part])
-            grad_weight += grad_logits.t() @ hidden[part]
         return grad_hidden, grad_weight, *[None] * 7
+
+
+def _parts(N: int, size: int) -> Iterator[slice]:
+    """Covers N tokens; one empty part when there are none."""
+    return (slice(start, start + size) for start in range(0, max(N, 1), size))
+
+
+def _slices(chunk_CV: Tensor, compiled: bool) -> Iterator[slice]:
+    """Rows whose float32 copy stays in a CPU's cache; all at once for compiled code and on GPUs."""
+    C, V = chunk_CV.shape
+    whole = compiled or chunk_CV.device.type != "cpu"
+    return _parts(C, C if whole and C else max(1, SLICE_BYTES // (4 * V)))
