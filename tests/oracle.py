@@ -103,11 +103,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same(
-    got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float
+    got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float, case: str = ""
 ) -> None:
-    """Every tensor within `tolerance` of the largest entry of the wanted one."""
+    """Every tensor within `tolerance` of the largest entry of the wanted one; `case` is named where
+    one is not."""
     assert got.keys() == wanted.keys()
     for name, want in wanted.items():
         scale = max(want.abs().max().item(), 1e-3)
         difference = (got[name].double() - want.double()).abs().max().item()
-        assert difference <= tolerance * scale, f"{name}: off by {difference:.3g} of {scale:.3g}"
+        assert difference <= tolerance * scale, (
+            f"{case}: {name} off by {difference:.3g} of {scale:.3g}"
+        )

@@ -2,7 +2,9 @@
 
 The function must be importable by name (top level of its test module). It is called once in each
 process with RANK, WORLD_SIZE and the rest set as torchrun does. The processes are forked from a
-server that has torch imported already, so a launch costs about a tenth of a second a rank.
+server that has torch and Stepwell imported already, so a launch costs about a tenth of a second
+a rank; what costs more is the first step in a new process (half a second a rank and core), so tests
+that need the same number of ranks share a launch where they can: `run_jobs`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
+        "pytest",
         "torch",
         "torch.distributed.fsdp",
         "torch.distributed.checkpoint",
@@ -60,6 +63,16 @@ def run_ranks(
         return [
             torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)
         ]
+
+
+def run_jobs(num_ranks: int, **jobs: tuple[Any, ...]) -> dict[str, list[Any]]:
+    """Several (function, *args) one after another in one launch: name -> each rank's value."""
+    results = run_ranks(_each, num_ranks, list(jobs.values()))
+    return {name: [rank[i] for rank in results] for i, name in enumerate(jobs)}
+
+
+def _each(jobs: list[tuple[Any, ...]]) -> list[Any]:
+    return [function(*args) for function, *args in jobs]
 
 
 def _join(ranks: list[Any], timeout_s: float) -> None:

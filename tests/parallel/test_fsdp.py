@@ -14,7 +14,7 @@ from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.train.optim import build_optimizer, clip, grad_norm
 from stepwell.types import ConfigError
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_jobs
 
 # Nothing here is a multiple of 2, 3 or 4 where it need not be.
 CFG = ModelConfig(
@@ -103,11 +103,11 @@ def _muon_on_ranks():
     return _muon_step(init_distributed(LayoutConfig()), LayoutConfig())
 
 
-def test_muon_and_frozen_blocks_on_three_ranks():
+def test_muon_and_frozen_blocks_on_three_ranks(ranks):
     alone = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
     weights, slots = _muon_step(alone, LayoutConfig())
     assert not any(name.startswith("blocks.1") for name in slots)
-    for got_weights, got_slots in run_ranks(_muon_on_ranks, 3):
+    for got_weights, got_slots in ranks(3)["muon"]:
         _close(got_slots, slots)
         _close(got_weights, weights)
 
@@ -131,9 +131,33 @@ def _scored_between_steps(reshard):
     assert all(p.grad is not None for p in decoder.parameters())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_scoring_between_steps_leaves_float32_shards(reshard):
-    run_ranks(_scored_between_steps, 2, reshard)
+@pytest.fixture(scope="module")
+def ranks():
+    """What each number of ranks computes, in one launch each: name of the job -> a value a rank."""
+    jobs = {
+        1: {"lossy": (_lossy_reduce,)},
+        2: {
+            "scored, reshard": (_scored_between_steps, True),
+            "scored, no reshard": (_scored_between_steps, False),
+        },
+        3: {"muon": (_muon_on_ranks,), "bf16": (_bf16_and_memory,)},
+        4: {},
+    }
+    for num_ranks, tied in TIED.items():
+        jobs[num_ranks]["layouts"] = (_all_layouts, SETTINGS[num_ranks], tied)
+    done: dict[int, dict[str, list[Any]]] = {}
+
+    def results(num_ranks):
+        if num_ranks not in done:
+            done[num_ranks] = run_jobs(num_ranks, **jobs[num_ranks])
+        return done[num_ranks]
+
+    return results
+
+
+@pytest.mark.parametrize("job", ["scored, reshard", "scored, no reshard"])
+def test_scoring_between_steps_leaves_float32_shards(ranks, job):
+    assert ranks(2)[job] == [None, None]
 
 
 def _all_layouts(settings, tied):
@@ -157,17 +181,20 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("num_ranks", "tied"), [(1, False), (2, True), (3, False), (4, False)])
-def test_a_layout_never_changes_the_numbers(num_ranks, tied):
+TIED = {1: False, 2: True, 3: False, 4: False}
+
+
+@pytest.mark.parametrize("num_ranks", SETTINGS)
+def test_a_layout_never_changes_the_numbers(ranks, num_ranks):
     one = _step(
         Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu")),
         LayoutConfig(),
         1,
-        CFG.model_copy(update={"tied": tied}),
+        CFG.model_copy(update={"tied": TIED[num_ranks]}),
     )
     assert one["units"] == 0
     assert one["norms"][1] == pytest.approx(CLIP, rel=1e-3)
-    for results in run_ranks(_all_layouts, num_ranks, SETTINGS[num_ranks], tied):
+    for results in ranks(num_ranks)["layouts"]:
         for setting, result in zip(SETTINGS[num_ranks], results, strict=True):
             assert result["units"] == CFG.num_layers + 1, setting
             assert result["sharded"]
@@ -197,7 +224,7 @@ def _bf16_and_memory():
     return seen, gradient.dtype, _full(gradient), local / whole
 
 
-def test_bf16_compute_keeps_float32_masters_and_sharded_memory():
+def test_bf16_compute_keeps_float32_masters_and_sharded_memory(ranks):
     single = _build(
         Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu")),
         LayoutConfig(),
@@ -206,7 +233,7 @@ def test_bf16_compute_keeps_float32_masters_and_sharded_memory():
     _loss(single, torch.arange(ROWS), torch.bfloat16).backward()
     expected = single.blocks[0].attn.wq.weight.grad
     shares = []
-    for seen, dtype, gradient, share in run_ranks(_bf16_and_memory, 3):
+    for seen, dtype, gradient, share in ranks(3)["bf16"]:
         assert set(seen) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
         assert dtype == torch.float32
         assert (gradient - expected).norm() < 0.02 * expected.norm()
@@ -222,5 +249,5 @@ def _lossy_reduce():
         _build(mesh, layout, precision=PrecisionConfig(param="fp64", compute="fp64"))
 
 
-def test_float64_gradients_are_not_rounded_on_the_way():
-    run_ranks(_lossy_reduce, 1)
+def test_float64_gradients_are_not_rounded_on_the_way(ranks):
+    assert ranks(1)["lossy"] == [None]
