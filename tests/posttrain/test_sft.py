@@ -1,0 +1,149 @@
+"""`stepwell sft` as real processes, and what the loop reads."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli import main
+from stepwell.config import Run
+from stepwell.metrics import read_events
+from stepwell.posttrain.sft import sft, with_steps
+from stepwell.tokenizer import Tokenizer
+from stepwell.train.engine import Engine
+from stepwell.types import ConfigError, DataError
+from tests import runs
+from tests.runs import final_weights, finish, killed, measured, settings, words, write_rows
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = runs.make_world(tmp_path_factory.mktemp("world"))
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+def test_killed_twice_it_ends_as_if_undisturbed(world):
+    """Several epochs, so that a resume lies past an epoch's end."""
+    values = {
+        "train.steps": 60,
+        "checkpoint.every_steps": 9,
+        "train.eval_every": 20,
+        "data.heldout_path": "heldout.jsonl",
+    }
+    straight = words("sft", settings("sft", "straight", **values))
+    assert finish(straight, world, world / "log")[0] == 0
+    broken = words("sft", settings("sft", "broken", **values))
+    for num_lines in (14, 47):
+        killed(broken, world, world / "log", world / "broken", num_lines)
+    assert finish(broken, world, world / "log")[0] == 0
+    got, wanted = (measured(world / name) for name in ("broken", "straight"))
+    assert got == wanted
+    assert [line["step"] for line in got if "train/loss" in line] == list(range(1, 61))
+    assert [line["step"] for line in got if "eval/loss" in line] == [20, 40, 60]
+    runs.assert_equal(final_weights(world / "broken"), final_weights(world / "straight"))
+    code, output = finish(broken, world, world / "log")
+    assert code == 0
+    assert "nothing to do" in output
+    assert measured(world / "broken") == wanted
+
+
+def test_the_first_sigterm_saves_and_the_same_command_goes_on(world):
+    values = {"train.steps": 80, "checkpoint.every_steps": 999}
+    command = words("sft", settings("sft", "stopped", **values))
+    metrics = world / "stopped" / "metrics.jsonl"
+    assert runs.stop_after(command, world, world / "log", metrics, 9, signal.SIGTERM) == 130
+    assert "the same command goes on from there" in (world / "log").read_text()
+    done = len(measured(world / "stopped"))
+    code, output = finish(command, world, world / "log")
+    assert code == 0
+    assert f"run: {80 - done} steps done" in output
+    assert [line["step"] for line in measured(world / "stopped")] == list(range(1, 81))
+
+
+def test_epochs_bound_the_steps(world):
+    values = settings("sft", "epochs", **{"method.epochs": 2, "train.steps": 1000})
+    run, tokenizer = Run.parse({"method": {"kind": "sft"}}, values), Tokenizer.load("tokenizer")
+    steps = sft(run, tokenizer)
+    (event,) = (e for e in read_events("epochs") if e["event"] == "data")
+    assert (event["rows"], event["kept"], event["dropped"]) == (48, 48, {})
+    shown = sum(line["train/loss_tokens"] for line in measured(world / "epochs"))
+    # The last step may read on into a third epoch.
+    assert 2 * event["trained_tokens"] <= shown < 2.5 * event["trained_tokens"]
+    assert Run.load("epochs/run.toml").train.steps == steps < 1000
+    from stepwell.data.store import TokenStore
+
+    assert with_steps(run, TokenStore.open("epochs/data")).train.steps == steps
+
+
+def test_only_answers_are_trained_and_the_loss_is_theirs(world):
+    """The first step's loss is the mean over the answers' tokens under the first weights."""
+    values = settings("sft", "masked", **{"train.steps": 1, "precision.compute": "fp32"})
+    run, tokenizer = Run.parse({"method": {"kind": "sft"}}, values), Tokenizer.load("tokenizer")
+    assert sft(run, tokenizer) == 1
+    from stepwell.data.loader import packed_stream
+    from stepwell.data.store import TokenStore
+
+    store = TokenStore.open("masked/data", tokenizer)
+    batch, _ = next(packed_stream(store, 32, 4, pad_id=tokenizer.pad_id))
+    answers = {chr(digit) for digit in b"0123456789"}
+    trained = [
+        tokenizer.decode([int(t)])
+        for t, w in zip(batch.targets_BT.flatten(), batch.weights_BT.flatten(), strict=True)
+        if w and int(t) not in tokenizer.stop_ids
+    ]
+    assert set(trained) <= answers
+    lp_BT = Engine(run).logprobs(batch)
+    expected = -(lp_BT * batch.weights_BT).sum() / batch.weights_BT.sum()
+    assert measured(world / "masked")[0]["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_changed_rows_are_rendered_anew_or_refused(world, capsys):
+    write_rows(Path("mine.jsonl"), [{"prompt": f"{i}=", "completion": "7"} for i in range(30)])
+    values = settings("sft", "changed", **{"data.path": "mine.jsonl", "train.steps": 2})
+    assert main(words("sft", values)) == 0
+    assert main([*words("sft", values), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps_done"] == 0
+    write_rows(Path("mine.jsonl"), [{"prompt": f"{i}=", "completion": "8"} for i in range(30)])
+    assert main(words("sft", values)) == 2
+    assert "was trained on rows of another file" in capsys.readouterr().err
+    shutil.rmtree("changed/checkpoints")
+    assert main(words("sft", values)) == 0
+    tokenizer = Tokenizer.load("tokenizer")
+    from stepwell.data.store import TokenStore
+
+    assert "8" in tokenizer.decode(TokenStore.open("changed/data").doc(0).tolist())
+    assert main([*words("sft", values), "--fresh"]) == 0
+
+
+def test_a_folder_that_is_not_ours_is_left_alone(world):
+    (world / "theirs" / "data").mkdir(parents=True)
+    (world / "theirs" / "data" / "precious.txt").write_text("x")
+    run = Run.parse({"method": {"kind": "sft"}}, settings("sft", "theirs"))
+    with pytest.raises(DataError, match="exists"):
+        sft(run, Tokenizer.load("tokenizer"))
+    assert (world / "theirs" / "data" / "precious.txt").read_text() == "x"
+
+
+def test_what_cannot_be_trained_on_is_refused(world):
+    tokenizer = Tokenizer.load("tokenizer")
+    values = settings("sft", "refused")
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        sft(Run.parse({"method": {"kind": "sft"}}, {**values, "data.path": "none"}), tokenizer)
+    small = {**values, "model.vocab_size": 100}
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=100"):
+        sft(Run.parse({"method": {"kind": "sft"}}, small), tokenizer)
+    with pytest.raises(DataError, match=r"cannot read nowhere\.jsonl"):
+        sft(
+            Run.parse({"method": {"kind": "sft"}}, {**values, "data.path": "nowhere.jsonl"}),
+            tokenizer,
+        )
+    write_rows(Path("bad.jsonl"), [{"prompt": "a"}])
+    with pytest.raises(DataError, match="missing_column"):
+        sft(Run.parse({"method": {"kind": "sft"}}, {**values, "data.path": "bad.jsonl"}), tokenizer)
+    assert not Path("refused/data").exists()
