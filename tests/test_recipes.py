@@ -9,12 +9,14 @@ from stepwell.models.transformer import Decoder
 from stepwell.plan.memory import predict_memory
 from stepwell.presets import preset
 
-QUICKSTART = 256 * 4096 + 6 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256) + 256
+QUICKSTART = 256 * 4096 + 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256) + 256
 # Parameters: by hand for the quickstart's, as published for the others.
 RECIPES = {
     "quickstart-pretrain": QUICKSTART,
     "quickstart-sft": QUICKSTART,
     "quickstart-grpo": QUICKSTART,
+    "quickstart-smollm2-sft": 134_515_008,
+    "quickstart-smollm2-grpo": 134_515_008,
     "smollm2-sft": 134_515_008,
     "llama3-8b-pretrain": 8_030_261_248,
 }

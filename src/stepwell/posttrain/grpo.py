@@ -42,8 +42,10 @@ def clipped_objective(
 
 
 def policy_loss(method: GRPO) -> Loss:
-    """The batch carries `advantages` and `old_logprobs` (NaN: the current ones, so that the ratio
-    is exactly 1). Metrics: entropy, KL to the sampling policy (k3 estimate), clipped share."""
+    """The batch carries `advantages`, `old_logprobs` (NaN: the current ones, so that the ratio is
+    exactly 1) and `sampler_logprobs`. Metrics: entropy, KL of the sampler to the trained policy
+    (k3 estimate; what sampling in another precision or with older weights costs), clipped share.
+    """
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         assert outputs.logprobs_BT is not None
@@ -57,7 +59,7 @@ def policy_loss(method: GRPO) -> Loss:
         weights_BT = batch.weights_BT
         with torch.no_grad():
             mask_BT = (weights_BT != 0).float()
-            log_ratio_BT = old_BT - logprobs_BT
+            log_ratio_BT = batch.extra["sampler_logprobs"] - logprobs_BT
             count = mask_BT.sum()
             metrics = {
                 "entropy": (masked_sum(outputs.entropy_BT, mask_BT), count),

@@ -165,8 +165,9 @@ class Engine:
         tokenizer: fills in the texts, and finds stop strings. num_slots: rows at once.
         """
         if self._decode_weights is None or self._decode_weights[0] != self.updates:
-            state = self.full_state_dict(DTYPES[self.run.precision.compute])
-            packed = DecodeWeights.pack(self.run.model, state, DTYPES[self.run.precision.compute])
+            packed = DecodeWeights.pack(
+                self.run.model, dict(self.iter_state()), DTYPES[self.run.precision.compute]
+            )
             self._decode_weights = (self.updates, packed)
         return sampler.generate(
             self._decode_weights[1],

@@ -1,0 +1,584 @@
+"""`stepwell quickstart`: a small model's whole life on real text, from raw documents to a report.
+
+Each stage writes into its own folder and leaves a mark when it is done, so the same command goes
+on after a kill; the training stages go on inside themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepwell.config import Run
+from stepwell.types import ConfigError, Document
+
+if TYPE_CHECKING:
+    from stepwell.eval.grade import Prompt
+    from stepwell.eval.tasks import Matches
+    from stepwell.tokenizer import Tokenizer
+    from stepwell.train.engine import Engine
+
+SEED = 0
+HELDOUT_DOCUMENTS = 0.02
+EVAL_BYTES = 200_000
+NUM_SHOWN = 6
+CODE, PROSE = "stdlib-code", "stdlib-prose"
+
+
+@dataclass
+class Options:
+    """A small language model's whole life: curate, tokenizer, pretrain, sft, grpo, evaluate,
+    export, report. Killed at any point, the same command goes on where it was."""
+
+    dir: str = "runs/quickstart"
+    """Where everything is written."""
+    small: bool = False
+    """Every stage in under two minutes, to check an installation; the model learns little."""
+    model: Literal["scratch", "smollm2"] = "scratch"
+    """smollm2: post-train the real SmolLM2-135M instead of pretraining a model (takes longer)."""
+    fresh: bool = False
+    """Remove what an earlier quickstart left in --dir and start over."""
+    json: bool = False
+    """Print the results as one JSON object."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The sizes of a quickstart: problems, and settings of the recipes that differ from them."""
+
+    num_sft_rows: int
+    num_prompts: int
+    num_heldout: int
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+FULL = Plan(num_sft_rows=4000, num_prompts=4000, num_heldout=400)
+SMALL = Plan(
+    num_sft_rows=400,
+    num_prompts=200,
+    num_heldout=64,
+    overrides={
+        "pretrain": {
+            "train.steps": 24,
+            "optim.schedule.warmup_steps": 4,
+            "optim.schedule.decay_steps": 6,
+            "train.eval_every": 12,
+        },
+        "sft": {"train.steps": 20},
+        "grpo": {"train.steps": 3, "method.prompts_per_step": 8, "method.group_size": 4},
+    },
+)
+SMOLLM2 = Plan(num_sft_rows=1000, num_prompts=1000, num_heldout=200)
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    root: Path
+    plan: Plan
+    base: Literal["scratch", "smollm2"]
+
+    def done(self, stage: str) -> dict[str, Any] | None:
+        """The result of a finished stage."""
+        path = self._mark(stage)
+        return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+    def finish(self, stage: str, result: dict[str, Any]) -> None:
+        write_text(self._mark(stage), json.dumps(result, indent=1))
+
+    def _mark(self, stage: str) -> Path:
+        return self.root / "done" / f"{stage}.json"
+
+    def run_of(self, stage: str, **settings: Any) -> Run:
+        """The shipped recipe of a training stage with this quickstart's paths and sizes."""
+        name = "quickstart" if self.base == "scratch" else f"quickstart-{self.base}"
+        recipe = Path(str(files("stepwell.recipes"))) / f"{name}-{stage}.toml"
+        overrides = {"dir": str(self.root / stage), **self.plan.overrides.get(stage, {})}
+        return Run.load(recipe, {**overrides, **settings})
+
+    def tokenizer(self) -> Tokenizer:
+        from stepwell.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.root / "tokenizer")
+
+
+Stage = Callable[[Quickstart], dict[str, Any]]
+
+
+def main(argv: Sequence[str]) -> int:
+    from stepwell.commands.inputs import parse_options
+
+    options = parse_options("quickstart", Options, argv)
+    root = Path(options.dir)
+    if options.fresh:
+        remove(root)
+    plan = SMALL if options.small else FULL if options.model == "scratch" else SMOLLM2
+    state = Quickstart(root, plan, options.model)
+    claim(root, {"small": options.small, "model": options.model})
+    stages = stages_of(options.model)
+    if all(state.done(name) is not None for name in stages):
+        print(f"finished before: {root / 'report.html'}; --fresh starts over", file=sys.stderr)
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        if state.done(name) is not None:
+            continue
+        print(f"[{number}/{len(stages)}] {name}", file=sys.stderr, flush=True)
+        begin = time.perf_counter()
+        result = stage(state)
+        seconds = time.perf_counter() - begin
+        state.finish(name, {"seconds": seconds, **result})
+        print(f"      {result.get('summary', 'done')} ({seconds:.0f} s)", file=sys.stderr)
+    results = {name: state.done(name) for name in stages}
+    print(json.dumps(results) if options.json else f"report: {root / 'report.html'}")
+    return 0
+
+
+def stages_of(model: str) -> dict[str, Stage]:
+    before: dict[str, Stage] = {"curate": curate, "tokenizer": tokenizer, "pretrain": pretrain}
+    if model == "smollm2":
+        before = {"tokenizer": smollm2_tokenizer}
+    return {
+        **before,
+        "sft": sft,
+        "grpo": grpo,
+        "evaluate": evaluate,
+        "export": export,
+        "report": report,
+    }
+
+
+def claim(root: Path, wanted: dict[str, Any]) -> None:
+    """Notes what this folder is for. Raises ConfigError if it holds another quickstart."""
+    path = root / "quickstart.json"
+    if path.exists():
+        found = json.loads(path.read_text("utf-8"))
+        if found != wanted:
+            raise ConfigError(
+                f"{root} holds a quickstart with {found}, not {wanted}; choose another --dir, or "
+                "--fresh to start over"
+            )
+        return
+    if root.exists() and any(root.iterdir()):
+        raise ConfigError(
+            f"{root} is not empty and holds no quickstart; choose another --dir, e.g. {root}-2"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(wanted))
+
+
+def remove(root: Path) -> None:
+    """Removes an earlier quickstart. Raises ConfigError for a folder that is none."""
+    if not root.exists():
+        return
+    if not (root / "quickstart.json").exists():
+        raise ConfigError(f"--fresh: {root} holds no quickstart, so it is left alone")
+    shutil.rmtree(root)
+
+
+# --- the stages ----------------------------------------------------------------------------------
+
+
+def curate(state: Quickstart) -> dict[str, Any]:
+    """The standard library's code and prose; every drop is counted with its reason."""
+    from stepwell.data.dedup.exact import exact_dedup
+    from stepwell.data.pipeline import drop_if, run_pipeline
+    from stepwell.data.quality import code_quality, gopher_quality
+    from stepwell.data.sources import stdlib_code, stdlib_prose
+
+    folder = state.root / "curated"
+    if not folder.exists():
+        steps = [
+            ("exact_dedup", exact_dedup),
+            ("gopher_quality", drop_if(gopher_quality, {PROSE})),
+            ("code_quality", drop_if(code_quality, {CODE})),
+        ]
+        run_pipeline(chain(stdlib_code(CODE), stdlib_prose(PROSE)), steps, folder)
+    counts = json.loads((folder / "report.json").read_text("utf-8"))
+    kept = {name: volume["docs"] for name, volume in counts["kept_by_source"].items()}
+    return {
+        "documents_in": counts["read"],
+        "dropped": counts["by_reason"],
+        "documents_kept": counts["kept"]["docs"],
+        "kept_by_source": kept,
+        "bytes": counts["kept"]["bytes"],
+        "summary": f"{counts['read']:,} documents in, {counts['kept']['docs']:,} kept, "
+        f"{counts['kept']['bytes'] / 1e6:.1f} MB",
+    }
+
+
+def tokenizer(state: Quickstart) -> dict[str, Any]:
+    """A byte-level BPE of the training documents, and the token stores that it makes."""
+    from stepwell.data.store import TokenStore, build_store
+    from stepwell.tokenizer import Tokenizer
+
+    vocab_size = state.run_of("pretrain").model.vocab_size
+    if not (state.root / "tokenizer" / "tokenizer.json").exists():
+        texts = (doc.text for doc in documents(state) if not heldout(doc))
+        Tokenizer.train(texts, vocab_size).save(state.root / "tokenizer")
+    tok = state.tokenizer()
+    stores = {
+        "code": lambda doc: doc.source == CODE and not heldout(doc),
+        "prose": lambda doc: doc.source == PROSE and not heldout(doc),
+        "heldout": heldout,
+    }
+    tokens = {}
+    for name, belongs in stores.items():
+        folder = state.root / "stores" / name
+        if not folder.exists():
+            build_store(filter(belongs, documents(state)), tok, folder)
+        tokens[name] = TokenStore.open(folder, tok).num_tokens
+    return {
+        "vocab_size": tok.vocab_size,
+        "tokens": tokens,
+        "summary": f"{tok.vocab_size:,} ids, {sum(tokens.values()):,} tokens",
+    }
+
+
+def smollm2_tokenizer(state: Quickstart) -> dict[str, Any]:
+    from stepwell.models.gguf import export_gguf_tokenizer, find_smollm2
+
+    export_gguf_tokenizer(find_smollm2(), state.root / "tokenizer", overwrite=True)
+    return {"vocab_size": state.tokenizer().vocab_size, "summary": "SmolLM2's own"}
+
+
+def pretrain(state: Quickstart) -> dict[str, Any]:
+    """WSD: the stable phase on code and prose, the decay on the best data, mostly prose."""
+    from stepwell.train.pretrain import pretrain as train
+
+    run = pretrain_run(state)
+    train(run)
+    return {**training_result(run), **memory_result(run)}
+
+
+def pretrain_run(state: Quickstart) -> Run:
+    stores = state.root / "stores"
+    mixture = lambda code, prose: [
+        {"path": str(stores / "code"), "weight": code},
+        {"path": str(stores / "prose"), "weight": prose},
+    ]
+    return state.run_of(
+        "pretrain",
+        **{
+            "data.sources": mixture(0.7, 0.3),
+            "data.decay_sources": mixture(0.3, 0.7),
+            "data.heldout": [{"path": str(stores / "heldout")}],
+        },
+    )
+
+
+def sft(state: Quickstart) -> dict[str, Any]:
+    """Chains of sums with worked steps."""
+    from stepwell.posttrain.sft import sft as train
+    from stepwell.train.weights import resolve
+
+    overlap = write_problems(state)
+    run = resolve(
+        state.run_of(
+            "sft",
+            **{
+                "model.init": init_of(state, "pretrain"),
+                "data.path": str(state.root / "problems" / "train.jsonl"),
+                "data.tokenizer": str(state.root / "tokenizer"),
+            },
+        )
+    )
+    train(run, state.tokenizer())
+    return {**training_result(run), "overlap_with_heldout": overlap}
+
+
+def grpo(state: Quickstart) -> dict[str, Any]:
+    """The exact answer as reward, on problems that SFT has not seen."""
+    from stepwell.posttrain.grpo import grpo as train
+    from stepwell.posttrain.verifiers import exact
+    from stepwell.train.weights import initial_weights, resolve
+
+    run = resolve(
+        state.run_of(
+            "grpo",
+            **{
+                "model.init": init_of(state, "sft"),
+                "data.path": str(state.root / "problems" / "prompts.jsonl"),
+                "data.tokenizer": str(state.root / "tokenizer"),
+            },
+        )
+    )
+    prompts = load_prompts(state, "prompts")
+    train(run, prompts, exact, state.tokenizer(), initial_weights(run.model))
+    return training_result(run)
+
+
+def evaluate(state: Quickstart) -> dict[str, Any]:
+    """Held-out accuracy by greedy decoding and by sampling, and bits per byte, for each stage."""
+    from stepwell.eval.score import bootstrap_interval
+    from stepwell.eval.tasks import bits_per_byte
+
+    prompts, tok = load_prompts(state, "heldout"), state.tokenizer()
+    names = ["pretrain", "sft", "grpo"] if state.base == "scratch" else ["base", "sft", "grpo"]
+    result: dict[str, Any] = {"num_problems": len(prompts), "stages": {}, "samples": []}
+    correct: dict[str, list[float]] = {}
+    answers: dict[str, Matches] = {}
+    texts = heldout_texts(state)
+    for name in names:
+        engine = load_engine(state, name)
+        answers[name] = answer(engine, prompts, tok, 0.0)
+        sampled = answer(engine, prompts, tok, 1.0)
+        correct[name] = [v.reward or 0.0 for v in answers[name].verdicts]
+        result["stages"][name] = {
+            "accuracy": answers[name].accuracy,
+            "interval": answers[name].interval,
+            "accuracy_sampled": sampled.accuracy,
+            "interval_sampled": sampled.interval,
+            **(
+                {"bits_per_byte": bits_per_byte(engine, texts, tok).value}
+                if state.base == "scratch"
+                else {}
+            ),
+        }
+    gain = bootstrap_interval(correct["grpo"], SEED, other=correct["sft"])
+    before, after = (result["stages"][name]["accuracy"] for name in ("sft", "grpo"))
+    result["gain"] = {"points": 100 * (after - before), "interval": [100 * x for x in gain]}
+    for i, prompt in enumerate(prompts[:NUM_SHOWN]):
+        result["samples"].append(
+            {
+                "prompt": prompt.text,
+                "expected": str(prompt.columns["answer"]),
+                "answers": [
+                    {
+                        "stage": name,
+                        "text": answers[name].completions[i].text,
+                        "correct": bool(correct[name][i]),
+                    }
+                    for name in names
+                ],
+            }
+        )
+    result["summary"] = (
+        f"held-out accuracy {100 * before:.1f} % after sft, {100 * after:.1f} % after grpo "
+        f"({result['gain']['points']:+.1f} points, 95 % interval {100 * gain[0]:+.1f} to "
+        f"{100 * gain[1]:+.1f})"
+    )
+    return result
+
+
+def export(state: Quickstart) -> dict[str, Any]:
+    """A Hugging Face folder; if Transformers is here, its logits are compared with ours."""
+    import torch
+
+    from stepwell.models.hf import save_hf
+
+    engine, tok = load_engine(state, "grpo"), state.tokenizer()
+    folder = state.root / "model"
+    save_hf(
+        folder,
+        engine.run.model,
+        engine.iter_state(),
+        torch.float32,
+        tokenizer=state.root / "tokenizer",
+        eos_ids=tok.stop_ids,
+        bos_id=tok.bos_id,
+        pad_id=tok.pad_id,
+        overwrite=True,
+    )
+    difference = compare_with_transformers(folder, engine, load_prompts(state, "heldout")[0].ids)
+    told = "Transformers is not installed" if difference is None else f"{difference:.1e}"
+    return {
+        "folder": str(folder),
+        "largest_logit_difference": difference,
+        "summary": f"{folder}; largest difference from Transformers' logits: {told}",
+    }
+
+
+def compare_with_transformers(folder: Path, engine: Engine, ids: tuple[int, ...]) -> float | None:
+    """The largest difference of float32 logits on one prompt; None without Transformers."""
+    import importlib
+
+    import torch
+
+    from stepwell.models.transformer import ForwardOptions
+
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    transformers = importlib.import_module("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens_BT = torch.tensor([ids])
+    with torch.no_grad():
+        wanted_BTV = theirs(tokens_BT).logits
+        got_BTV = engine.decoder(
+            tokens_BT.to(engine.mesh.device),
+            torch.arange(len(ids), device=engine.mesh.device)[None],
+            torch.tensor([0, len(ids)], dtype=torch.int32, device=engine.mesh.device),
+            options=ForwardOptions(needs=frozenset({"logits"})),
+        ).logits_BTV
+    difference = (wanted_BTV - got_BTV.cpu()).abs().max().item()
+    if difference > 1e-3:
+        raise ConfigError(f"the export's logits differ from the model's by {difference}")
+    return difference
+
+
+def report(state: Quickstart) -> dict[str, Any]:
+    from stepwell.diagnose.report import write_report
+    from stepwell.quickstart_report import report_data
+
+    path = write_report(report_data(state.root, stages_of(state.base)), state.root / "report.html")
+    return {"path": str(path), "summary": str(path)}
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def documents(state: Quickstart) -> Iterator[Document]:
+    """The curated documents, as they were written."""
+    from stepwell.data.sources import rows
+
+    for item in rows(state.root / "curated" / "kept.jsonl"):
+        if isinstance(item, Document):
+            yield item
+
+
+def heldout(doc: Document) -> bool:
+    """Whether a document is kept from training, by a hash of its id."""
+    digest = hashlib.sha256(doc.id.encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64 < HELDOUT_DOCUMENTS
+
+
+def heldout_texts(state: Quickstart) -> list[str]:
+    """Held-out documents, up to EVAL_BYTES of text."""
+    if state.base != "scratch":
+        return []
+    texts, size = [], 0
+    for doc in filter(heldout, documents(state)):
+        text = doc.text[: EVAL_BYTES // 8]
+        size += len(text)
+        if size > EVAL_BYTES:
+            break
+        texts.append(text)
+    return texts
+
+
+def write_problems(state: Quickstart) -> int:
+    """Three files of problems with nothing in common. Returns how many held-out problems occur in
+    training, in whatever order of their numbers: it must be 0, or ConfigError."""
+    from stepwell.posttrain import chain_sum
+
+    plan, folder = state.plan, state.root / "problems"
+    train = chain_sum.problems(plan.num_sft_rows + plan.num_prompts, "train", SEED)
+    test = chain_sum.problems(plan.num_heldout, "heldout", SEED)
+    shared = len(chain_sum.overlap(train, test))
+    if shared:
+        raise ConfigError(f"{shared} held-out problems are among those trained on")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {
+        "train": train[: plan.num_sft_rows],
+        "prompts": train[plan.num_sft_rows :],
+        "heldout": test,
+    }
+    for name, part in parts.items():
+        write_lines(folder / f"{name}.jsonl", (problem.row() for problem in part))
+    return shared
+
+
+def load_prompts(state: Quickstart, name: str) -> list[Prompt]:
+    from stepwell.eval.items import load_prompts as load
+
+    return load(state.root / "problems" / f"{name}.jsonl", state.tokenizer())[0]
+
+
+def init_of(state: Quickstart, stage: str) -> str:
+    """The last checkpoint of a stage, or the name of the real model in its place."""
+    from stepwell.train.checkpoint import latest
+
+    if state.base == "smollm2" and stage in ("pretrain", "base"):
+        return "smollm2"
+    folder = latest(state.root / stage)
+    if folder is None:
+        raise ConfigError(f"{state.root / stage} has no checkpoint; --fresh starts over")
+    return str(folder)
+
+
+def load_engine(state: Quickstart, stage: str) -> Engine:
+    """The model after a stage, ready to score and sample."""
+    from stepwell.train.engine import Engine
+    from stepwell.train.weights import initial_weights, resolve
+
+    settings = {"model.init": init_of(state, stage), "layout.compile": False}
+    run = resolve(state.run_of("sft", **settings))
+    return Engine(run, initial_weights(run.model))
+
+
+def answer(
+    engine: Engine, prompts: Sequence[Prompt], tok: Tokenizer, temperature: float
+) -> Matches:
+    from stepwell.eval.tasks import generate_and_match
+    from stepwell.generate import Sampling
+    from stepwell.posttrain.verifiers import exact
+
+    sampling = Sampling(temperature=temperature, eos_ids=tok.stop_ids, max_new_tokens=96)
+    return generate_and_match(engine, prompts, tok, sampling, exact, seed=SEED)
+
+
+def training_result(run: Run) -> dict[str, Any]:
+    """What the report says of a training stage, from its own log."""
+    from stepwell.metrics import read_metrics, series
+
+    rows = read_metrics(run.dir)
+    tokens = sum(series(rows, "train/tokens")[1])
+    last = rows[-1]
+    rate = sorted(series(rows, "speed/tokens_per_s")[1])[len(rows) // 2]
+    key = "reward/mean" if "reward/mean" in last else "train/loss"
+    return {
+        "steps": last["step"],
+        "tokens": int(tokens),
+        "last": {key: last[key]},
+        "summary": f"{last['step']} steps, {tokens:,.0f} tokens, {rate:,.0f} tokens/s, "
+        f"{key.split('/')[1]} {last[key]:.3f}",
+    }
+
+
+def memory_result(run: Run) -> dict[str, Any]:
+    """Predicted against measured memory: one training step of a fresh engine, counted."""
+    from stepwell.data.loader import pretrain_stream
+    from stepwell.data.store import TokenStore
+    from stepwell.hardware import live_tensor_bytes, measure_peak_allocated
+    from stepwell.plan.memory import predict_memory
+    from stepwell.train.engine import Engine
+    from stepwell.train.losses import cross_entropy
+
+    engine, loss = Engine(run), cross_entropy(run.loss)
+    source = [(TokenStore.open(run.data.sources[0].path), 1.0)]
+    stream = pretrain_stream(source, run.data.seq_len, run.train.global_batch_rows)
+
+    def step() -> None:
+        engine.forward_backward(next(stream)[0], loss)
+        engine.optim_step()
+
+    step()
+    parameters = list(engine.decoder.parameters())
+    resting = live_tensor_bytes([*parameters, *engine.optimizer.state_dict().values()])
+    above = measure_peak_allocated(step)
+    ledger = predict_memory(run)
+    return {
+        "memory": {
+            "weights and optimiser": [ledger.resting_bytes, resting],
+            "peak of a step": [ledger.peak_bytes, resting + above],
+            "items": {k: v for k, v in asdict(ledger.items).items() if v},
+        }
+    }
+
+
+def write_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
+
+
+def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
