@@ -143,7 +143,8 @@ def grpo(
                 seed=rollout_seed(run.train.seed, num_rollouts),
             )
             num_rollouts += 1
-            more = rollout_metrics(rollouts, session)
+            rows = gathered_rows(rollouts, session)
+            more = rollout_metrics(rollouts, rows, session)
             batch = pack_rollouts(rollouts, method, run.data.seq_len, tokenizer.pad_id)
             if method.updates_per_rollout > 1:
                 old_BT = session.engine.logprobs(batch, method.temperature)
@@ -155,7 +156,7 @@ def grpo(
                 if session.finished:
                     break
             if samples is not None:
-                for row in rollouts.rows():
+                for row in rows:
                     samples.write({"step": session.engine.step, **row})
             session.after_step({"rollouts": num_rollouts})
         if samples is not None:
@@ -189,12 +190,17 @@ def rollout_seed(seed: int, num_rollouts: int) -> int:
     return seed * 1_000_003 + num_rollouts
 
 
-def rollout_metrics(rollouts: Rollouts, session: Session) -> dict[str, float]:
+def gathered_rows(rollouts: Rollouts, session: Session) -> list[dict[str, Any]]:
+    """A row for each completion of all ranks."""
+    parts = all_gather_objects(rollouts.rows(), session.engine.mesh)
+    return [row for part in parts for row in part]
+
+
+def rollout_metrics(
+    rollouts: Rollouts, rows: list[dict[str, Any]], session: Session
+) -> dict[str, float]:
     """Over all ranks: rewards, lengths, dead groups, errors of the verifier."""
     mesh = session.engine.mesh
-    rows: list[dict[str, Any]] = [
-        row for part in all_gather_objects(rollouts.rows(), mesh) for row in part
-    ]
     groups = [
         group
         for part in all_gather_objects([g.rewards for g in rollouts.groups], mesh)

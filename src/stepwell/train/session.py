@@ -45,7 +45,8 @@ FREE_KEYS = (
 )
 
 
-METRICS = "metrics"
+# What a checkpoint's `extra` holds besides the loop's own.
+METRICS, METHOD = "metrics", "method"
 
 
 class Session:
@@ -147,8 +148,9 @@ class Session:
         self.wait()
         step = self.engine.step
         evaluated, metrics = self._evaluation
+        extra = {**extra, METHOD: self.run.method.kind}
         if evaluated == step:
-            extra = {**extra, METRICS: metrics}
+            extra[METRICS] = metrics
         self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
         self._last_saved = step
 
@@ -197,6 +199,13 @@ def open_session(
         extra = engine.load(run.checkpoint.branch_from, branch=True)
     if extra is not None:
         extra.pop(METRICS, None)
+        found = extra.pop(METHOD, run.method.kind)
+        if found != run.method.kind:
+            raise ConfigError(
+                f"checkpoint.branch_from={run.checkpoint.branch_from!r} is of a {found} run, and a "
+                "branch takes up its place in the data too; to start from its weights alone, set "
+                "model.init to it"
+            )
     log = RunLog(
         folder,
         run.log,

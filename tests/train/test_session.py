@@ -1,0 +1,275 @@
+"""What surrounds the steps of every loop: folders, signals, saving, and the numbers shown."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepwell import hardware
+from stepwell.config import Run
+from stepwell.data.packing import pack_rows
+from stepwell.metrics import read_events, read_lines
+from stepwell.models.flops import count_parameters
+from stepwell.train.losses import cross_entropy
+from stepwell.train.session import (
+    differing_keys,
+    document_lengths,
+    flat_keys,
+    open_session,
+    step_flops,
+)
+from stepwell.types import ConfigError, Interrupted
+from tests.oracle import LENGTH, base_run, global_batch
+from tests.parallel.ranks import run_ranks
+
+
+def session_run(folder: Path, **overrides):
+    return base_run(**{"dir": str(folder), "precision.param": "fp32", **SINGLE, **overrides})
+
+
+SINGLE = {"precision.compute": "fp32", "precision.reduce": "fp32"}
+
+
+def take_step(session, **more):
+    batch = global_batch()
+    stats = session.engine.forward_backward(batch, cross_entropy(session.run.loss))
+    info = session.engine.optim_step()
+    session.record(batch, stats, info, more)
+    return stats, info
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(
+        int(p.name.removeprefix("step-")) for p in (folder / "checkpoints").glob("step-*")
+    )
+
+
+def signalled_run(run, signals):
+    """Signals before the steps of these numbers, from 0."""
+    with open_session(run, console=False) as session:
+        while not session.finished:
+            for number in signals.get(session.engine.step, ()):
+                os.kill(os.getpid(), number)
+            take_step(session)
+            session.after_step({})
+
+
+def run_to(run, stop=None):
+    """Steps until the run or step `stop` is done; what the loop had saved, and the session."""
+    with open_session(run, console=False) as session:
+        found = session.extra
+        while not session.finished and session.engine.step != stop:
+            take_step(session)
+            session.after_step({"place": session.engine.step})
+    return found, session
+
+
+def test_a_session_saves_goes_on_and_ends(tmp_path):
+    run = session_run(tmp_path, **{"checkpoint.every_steps": 3, "checkpoint.keep_last": 9})
+    assert run_to(run, stop=4)[0] is None
+    assert checkpoints(tmp_path) == [3]
+    assert run_to(run)[0] == {"place": 3}
+    assert checkpoints(tmp_path) == [3, 6, 9, 10]
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 11))
+    found, session = run_to(run)
+    assert found == {"place": 10}
+    assert session.finished
+    assert [event["event"] for event in read_events(tmp_path)] == ["resume"]
+    assert Run.load(tmp_path / "run.toml") == run
+
+
+def test_keep_last_is_kept(tmp_path):
+    run_to(session_run(tmp_path, **{"checkpoint.every_steps": 2, "checkpoint.keep_last": 2}))
+    assert checkpoints(tmp_path) == [8, 10]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_and_saves(tmp_path, number):
+    run = session_run(tmp_path, **{"checkpoint.every_steps": 99, "checkpoint.asynchronous": True})
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=r"stopped at step 2 of 10 and saved; the") as error:
+        signalled_run(run, {1: [number]})
+    assert error.value.exit_code == 130
+    assert checkpoints(tmp_path) == [2]
+    assert signal.getsignal(number) == before
+    (event,) = read_events(tmp_path)
+    assert (event["event"], event["step"], event["signal"]) == ("interrupted", 2, number.name)
+    assert run_to(run)[1].finished
+
+
+def test_a_second_signal_stops_at_once(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signalled_run(session_run(tmp_path), {1: [signal.SIGINT, signal.SIGTERM]})
+    assert checkpoints(tmp_path) == []
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_signal_during_the_last_step_changes_nothing(tmp_path):
+    signalled_run(session_run(tmp_path), {9: [signal.SIGTERM]})
+    assert checkpoints(tmp_path) == [10]
+
+
+def _one_rank_is_told(folder):
+    with open_session(session_run(Path(folder)), console=False) as session:
+        if session.engine.mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            for _ in range(3):
+                take_step(session)
+                session.after_step({})
+        except Interrupted as error:
+            return str(error)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    first, second = run_ranks(_one_rank_is_told, 2, str(tmp_path))
+    assert first == second
+    assert first.startswith("stopped at step 1 of 10 and saved")
+    assert checkpoints(tmp_path) == [1]
+
+
+def test_another_run_in_the_folder_is_refused_and_left_alone(tmp_path):
+    run = session_run(tmp_path)
+    run_to(run, stop=10)
+    other = session_run(tmp_path, **{"optim.lr": 0.5, "model.tied": False})
+    with (
+        pytest.raises(ConfigError, match=r"\(model\.tied, optim\.lr\); choose another dir"),
+        open_session(other, console=False),
+    ):
+        pass
+    assert Run.load(tmp_path / "run.toml") == run
+    assert checkpoints(tmp_path) == [10]
+
+
+def test_a_folder_without_a_checkpoint_may_be_taken_over(tmp_path):
+    run_to(session_run(tmp_path), stop=2)
+    other = session_run(tmp_path, **{"optim.lr": 0.5})
+    run_to(other, stop=2)
+    assert Run.load(tmp_path / "run.toml") == other
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "free"),
+    [
+        ("name", "x", True),
+        ("dir", "elsewhere", True),
+        ("log.tensorboard", True, True),
+        ("layout.dp_shard", 1, True),
+        ("checkpoint.every_steps", 7, True),
+        ("checkpoint.keep_last", 7, True),
+        ("train.micro_batch_rows", 7, True),
+        ("train.log_every", 7, True),
+        ("checkpoint.branch_from", "x", False),
+        ("data.shuffle", False, False),
+        ("data.sources", '[{path = "x"}]', False),
+        ("optim.schedule.warmup_steps", 1, False),
+        ("train.seed", 7, False),
+        ("train.steps", 7, False),
+        ("guard.window", 32, False),
+    ],
+)
+def test_only_what_changes_no_number_may_change(key, value, free):
+    run = Run.parse({}, {"train.steps": 10})
+    changed = Run.parse(run.model_dump(), {key: value})
+    assert differing_keys(run, changed) == ([] if free else [key])
+
+
+def test_flat_keys():
+    assert flat_keys({"a": {"b": 1, "c": {"d": 2}}, "e": [3]}) == {"a.b": 1, "a.c.d": 2, "e": [3]}
+
+
+def test_flops_of_a_step_count_documents_and_not_padding():
+    """By hand: attention within each document, the head where there is a loss, backward twice."""
+    docs = [([1] * 11, [0] * 6 + [1] * 5), ([2] * 4, [0, 1, 1, 1])]
+    run = base_run()
+    batch = pack_rows(docs, LENGTH, rows=[[0, 1], []])
+    assert document_lengths(batch) == [10, 3]
+    assert batch.num_rows == 2
+    counts, model = count_parameters(run.model), run.model
+    body = 13 * 2 * (counts.attention + counts.mlp)
+    pairs = (10**2 + 3**2) / 2
+    attention = model.num_layers * 4 * model.num_heads * model.head_dim * pairs
+    head = 8 * 2 * model.vocab_size * model.d_model
+    assert step_flops(run, batch) == pytest.approx(3 * (body + attention + head))
+    assert step_flops(run, batch.rows(1, 2)) == 0
+
+
+def test_displayed_numbers(tmp_path):
+    run = session_run(tmp_path, **{"train.log_every": 2, "loss.z_loss": 0.0})
+    with open_session(run, console=False) as session:
+        shown = [take_step(session, **{"reward/mean": 0.25}) for _ in range(4)]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [2, 4]
+    peak, _ = hardware.peak_flops_per_s(hardware.detect(), "fp32")
+    batch = global_batch()
+    for line, (stats, info) in zip(lines, shown[1::2], strict=True):
+        assert line["train/loss"] == stats.metrics["loss"]
+        assert line["train/objective"] == pytest.approx(line["train/loss"], rel=1e-6)
+        assert line["train/grad_norm"] == info.grad_norm
+        assert line["train/lr"] == run.optim.lr
+        assert line["train/tokens"] == int((batch.docs_BT >= 0).sum())
+        assert line["train/loss_tokens"] == int((batch.weights_BT != 0).sum())
+        seconds = line["time/step_s"]
+        assert line["speed/tokens_per_s"] == pytest.approx(line["train/tokens"] / seconds)
+        assert line["speed/mfu"] == pytest.approx(step_flops(run, batch) / seconds / peak)
+        assert line["reward/mean"] == 0.25
+
+
+def _shown_on_ranks(folder):
+    run = session_run(Path(folder))
+    from stepwell.data.loader import rank_rows
+
+    with open_session(run, console=False) as session:
+        mesh, batch = session.engine.mesh, global_batch()
+        share = rank_rows(batch.num_rows, mesh.data_rank, mesh.data_world)
+        mine = batch.rows(share.start, share.stop)
+        stats = session.engine.forward_backward(mine, cross_entropy(run.loss))
+        session.record(mine, stats, session.engine.optim_step())
+        return session.peak_flops_per_s
+
+
+def test_mfu_and_tokens_are_over_all_ranks(tmp_path):
+    peaks = run_ranks(_shown_on_ranks, 2, str(tmp_path))
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    batch, run = global_batch(), session_run(tmp_path)
+    assert line["train/tokens"] == int((batch.docs_BT >= 0).sum())
+    flops = line["speed/mfu"] * line["time/step_s"] * peaks[0]
+    assert flops == pytest.approx(step_flops(run, batch), rel=1e-6)
+
+
+def test_a_branch_of_another_method_is_refused(tmp_path):
+    run_to(session_run(tmp_path / "trunk"))
+    point = str(tmp_path / "trunk" / "checkpoints" / "step-00000010")
+    other = session_run(
+        tmp_path / "branch", **{"checkpoint.branch_from": point, "method.kind": "sft"}
+    )
+    with (
+        pytest.raises(ConfigError, match=r"is of a pretrain run.*set model\.init"),
+        open_session(other, console=False),
+    ):
+        pass
+
+
+def test_given_weights_are_the_start_and_not_read_on_resume(tmp_path):
+    run = session_run(tmp_path)
+    with open_session(run, console=False) as session:
+        state = {k: torch.full_like(v, 0.5) for k, v in session.engine.iter_state()}
+
+    def once():
+        yield from state.items()
+
+    with open_session(run, once(), console=False) as session:
+        assert all((v == 0.5).all() for _, v in session.engine.iter_state())
+        take_step(session)
+        session.save({})
+
+    def never():
+        raise AssertionError("read on resume")
+        yield
+
+    with open_session(run, never(), console=False) as session:
+        assert session.engine.step == 1
