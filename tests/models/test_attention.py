@@ -18,7 +18,9 @@ def naive(q, k, v, lengths, window):
             key, value = k[start:stop, head // groups], v[start:stop, head // groups]
             scores = q[start:stop, head] @ key.T / q.shape[-1] ** 0.5
             gap = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None, :]
-            hidden = (gap < 0) | (gap >= window if window else torch.zeros_like(gap, dtype=bool))
+            hidden = (gap < 0) | (
+                gap >= window if window else torch.zeros_like(gap, dtype=torch.bool)
+            )
             out[start:stop, head] = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
     return out
 

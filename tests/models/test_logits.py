@@ -39,8 +39,8 @@ def test_values_and_gradients_equal_plain_logits(keep, chunk, temperature):
     mix = torch.randn(4, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for got, want in zip(stats, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-    total = sum((m * s).sum() for m, s in zip(mix, stats, strict=True))
-    wanted_total = sum((m * s).sum() for m, s in zip(mix, wanted, strict=True))
+    total = torch.stack([(m * s).sum() for m, s in zip(mix, stats, strict=True)]).sum()
+    wanted_total = torch.stack([(m * s).sum() for m, s in zip(mix, wanted, strict=True)]).sum()
     for got, want in zip(
         torch.autograd.grad(total, (hidden, weight)),
         torch.autograd.grad(wanted_total, (hidden, weight)),

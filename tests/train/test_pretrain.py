@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from stepwell.metrics import read_events, read_lines
 from stepwell.train.pretrain import open_stores, pretrain, stream_name
 from stepwell.types import ConfigError, DataError
 from tests import runs
+from tests.parallel.ranks import run_ranks
 from tests.runs import final_weights, finish, killed, measured, settings, words, write_store
 
 WSD = {
@@ -97,6 +99,35 @@ def test_another_runs_folder_is_refused_naming_the_keys(world, capsys):
     free = {**first, "checkpoint.every_steps": 3, "train.micro_batch_rows": 4, "name": "new"}
     assert main(words("pretrain", free)) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+def until_told(folder, values):
+    """In each rank: the run, and SIGTERM once its third step is logged."""
+    os.chdir(folder)
+    metrics = Path(values["dir"]) / "metrics.jsonl"
+
+    def tell():
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 3:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=tell, daemon=True).start()
+    return main(words("pretrain", values))
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(world):
+    """Sample order and, to rounding, losses are those of one process."""
+    values = {"train.steps": 60, "precision.compute": "fp32", "train.micro_batch_rows": 1}
+    assert main(words("pretrain", settings("pretrain", "single", **values))) == 0
+    broken = settings("pretrain", "resharded", **values)
+    assert run_ranks(until_told, 2, world, broken) == [130, 130]
+    assert 3 <= len(measured(world / "resharded")) < 60
+    assert main(words("pretrain", broken)) == 0
+    got, wanted = (measured(world / name) for name in ("resharded", "single"))
+    assert [line["step"] for line in got] == list(range(1, 61))
+    for one, other in zip(got, wanted, strict=True):
+        assert one["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
+        assert one["train/loss_tokens"] == other["train/loss_tokens"]
 
 
 def test_the_decay_phase_reads_its_own_sources(world, monkeypatch):

@@ -131,24 +131,30 @@ def load_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(global name, full tensor) for exactly the names in `shapes`, without optimiser state.
 
-    Each process reads on its own. Everything is checked before the first tensor is read; errors as
-    `load_checkpoint`.
+    Each process reads on its own, one tensor at a time. Everything is checked before the first is
+    read; errors as `load_checkpoint`.
     """
     folder, alone = Path(folder), Mesh(1, 0, 0, torch.device("cpu"))
     verify(folder, alone)
     reader = _Reader(folder)
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: value for name, value in metadata.items() if name.startswith("model.")}
-    empty = {
-        name: torch.empty(tuple(shape), dtype=stored[f"model.{name}"].properties.dtype)
-        for name, shape in shapes.items()
-        if f"model.{name}" in stored
+    dtypes = {
+        name: entry.properties.dtype
+        for name, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    missing = {name: torch.empty(0) for name in shapes.keys() - empty.keys()}
-    _check_tensors(folder, stored, _prefixed({**empty, **missing}, {}))
+    wanted = {
+        name: torch.empty(
+            tuple(shape), dtype=dtypes.get(f"model.{name}", torch.float32), device="meta"
+        )
+        for name, shape in shapes.items()
+    }
+    _check_tensors(folder, stored, _prefixed(wanted, {}))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in empty.items():
+        for name, shape in wanted.items():
+            tensor = torch.empty_like(shape, device="cpu")
             one = {f"model.{name}": tensor}
             dcp_load(one, storage_reader=_Reader(folder), no_dist=True)
             yield name, tensor
