@@ -62,7 +62,7 @@ class Plan:
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-FULL = Plan(num_sft_rows=4000, num_prompts=4000, num_heldout=400)
+FULL = Plan(num_sft_rows=8000, num_prompts=4000, num_heldout=400)
 SMALL = Plan(
     num_sft_rows=400,
     num_prompts=200,
@@ -275,7 +275,8 @@ def pretrain_run(state: Quickstart) -> Run:
 
 
 def sft(state: Quickstart) -> dict[str, Any]:
-    """Chains of sums with worked steps."""
+    """Chains of sums. As in found data, only every second answer shows its steps; that steps pay
+    is for the reinforcement stage to find out."""
     from stepwell.posttrain.sft import sft as train
     from stepwell.train.weights import resolve
 
@@ -398,7 +399,7 @@ def export(state: Quickstart) -> dict[str, Any]:
 
 def compare_with_transformers(folder: Path, engine: Engine, ids: tuple[int, ...]) -> float | None:
     """The largest difference of float32 logits on one prompt; None without Transformers."""
-    import importlib
+    import importlib.util
 
     import torch
 
@@ -475,13 +476,10 @@ def write_problems(state: Quickstart) -> int:
     if shared:
         raise ConfigError(f"{shared} held-out problems are among those trained on")
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {
-        "train": train[: plan.num_sft_rows],
-        "prompts": train[plan.num_sft_rows :],
-        "heldout": test,
-    }
-    for name, part in parts.items():
-        write_lines(folder / f"{name}.jsonl", (problem.row() for problem in part))
+    shown = [p.row(worked=i % 2 == 0) for i, p in enumerate(train[: plan.num_sft_rows])]
+    write_lines(folder / "train.jsonl", shown)
+    write_lines(folder / "prompts.jsonl", (p.row() for p in train[plan.num_sft_rows :]))
+    write_lines(folder / "heldout.jsonl", (p.row() for p in test))
     return shared
 
 

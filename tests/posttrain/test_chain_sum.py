@@ -13,7 +13,9 @@ def test_known_chain():
     problem = Problem((7, 5, -9, 3))
     assert problem.prompt == "7+5-9+3=?"
     assert problem.completion() == "7+5=12\n12-9=3\n3+3=6\nanswer: 6"
+    assert problem.completion(worked=False) == "answer: 6"
     assert problem.answer == 6
+    assert problem.row(worked=False)["completion"][0]["content"] == "answer: 6"
 
 
 def test_every_step_and_answer_is_true():

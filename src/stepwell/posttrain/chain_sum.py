@@ -40,23 +40,23 @@ class Problem:
     def prompt(self) -> str:
         return f"{self.terms[0]}{''.join(f'{term:+d}' for term in self.terms[1:])}=?"
 
-    def completion(self) -> str:
-        """A line a step, then the line that `verifiers.exact` reads."""
+    def completion(self, worked: bool = True) -> str:
+        """A line a step if worked, then the line that `verifiers.exact` reads."""
         lines, total = [], self.terms[0]
         for term in self.terms[1:]:
             lines.append(f"{total}{term:+d}={total + term}")
             total += term
-        return "\n".join([*lines, f"answer: {total}"])
+        return "\n".join([*(lines if worked else []), f"answer: {total}"])
 
     def split(self) -> Split:
         digest = hashlib.sha256(repr(self.key).encode()).digest()
         return "heldout" if int.from_bytes(digest[:8]) / 2**64 < HELDOUT_SHARE else "train"
 
-    def row(self) -> dict[str, Any]:
+    def row(self, worked: bool = True) -> dict[str, Any]:
         """What SFT (prompt and completion as messages) and GRPO (prompt and answer) read."""
         return {
             "prompt": [{"role": "user", "content": self.prompt}],
-            "completion": [{"role": "assistant", "content": self.completion()}],
+            "completion": [{"role": "assistant", "content": self.completion(worked)}],
             "answer": str(self.answer),
             "num_terms": len(self.terms),
         }
