@@ -30,7 +30,7 @@ def by_blocks(q, k, v, grad):
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype)
     block_attention.forward(q, k, v, out, lse)
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    block_attention.backward(grad, q, k, v, out, lse, grads)
+    block_attention.backward(grad, q, k, v, grads)
     return out, lse, *grads
 
 

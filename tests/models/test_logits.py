@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from stepwell.models import logits
 from stepwell.models.logits import token_stats
 
 N, D, V = 23, 8, 31
@@ -16,13 +17,13 @@ def inputs():
 
 
 def reference(hidden, weight, targets, temperature):
-    logits = hidden @ weight.T / temperature
-    logprobs = logits.log_softmax(-1)
+    scaled = hidden @ weight.T / temperature
+    logprobs = scaled.log_softmax(-1)
     return (
         logprobs[torch.arange(N), targets],
-        logits.logsumexp(-1),
+        scaled.logsumexp(-1),
         -(logprobs.exp() * logprobs).sum(-1),
-        logits.mean(-1),
+        scaled.mean(-1),
     )
 
 
@@ -58,15 +59,22 @@ def test_temperature_known_answer():
     assert torch.equal(weight, torch.tensor([[2.0], [0.0]]))
 
 
-def test_compiled_equals_eager():
+def test_compiled_arithmetic_equals_eager():
+    """What a GPU runs with layout.compile, on the CPU."""
     hidden, weight, targets = (x.detach() for x in inputs())
-    hidden, weight = hidden.float().requires_grad_(), weight.float().requires_grad_()
+    wanted = logits._Wanted(scale=0.5, entropy=False, mean=True, probs=True)
+    grads = tuple(torch.ones(N) * k for k in (1.0, 2.0, 0.0, 3.0))
     results = []
-    for compiled in (False, True):
-        stats = token_stats(hidden, weight, targets, chunk_tokens=8, compiled=compiled)
-        results.append(
-            [stats.logprobs, *torch.autograd.grad(stats.logprobs.sum(), (hidden, weight))]
-        )
+    for stats, grad in (
+        (logits._chunk_stats, logits._chunk_grad),
+        (logits._compiled_chunk_stats, logits._compiled_chunk_grad),
+    ):
+        values = (hidden @ weight.t()).float()
+        found = stats(values, targets, wanted)
+        probs = values.clone()
+        by = logits._coefficients((*grads[:2], None, grads[3]), found[0], found[2], 0.5, V)
+        grad(values, targets, found[1], found[2], by, 0.5, True)
+        results.append((*found, probs, values))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 

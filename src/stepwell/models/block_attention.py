@@ -5,7 +5,7 @@ B documents, T tokens each, H query heads, K key/value heads, G = H/K, E head_di
 On CPU in bfloat16 this is up to twice as fast as the flash kernel, because nearly all work lands in
 large matrix products. The G query heads that share keys are rows of one product, a
 block of queries sees only the keys up to its end, and the scores of a block stay in cache. As in
-flash attention (2205.14135), the backward pass recomputes the scores from the log-sum-exp.
+flash attention (2205.14135), the backward pass computes the scores a second time.
 
 In 16 bits the scores are products of float32 copies: rounding them would multiply the error of the
 output by three. Everything else multiplies in 16 bits with float32 sums, as the flash kernel does.
@@ -43,11 +43,11 @@ def forward(
         wide_k = upcast(k)
         for block, S in blocks:
             scores = _scores(_grouped(q_BTHE[docs, block], K), wide_k[:, :S])
-            top = scores.amax(-1, keepdim=True)
-            total = scores.sub_(top).exp_().sum(-1, keepdim=True)
-            out = torch.bmm(scores.to(v.dtype), v[:, :S]) / total
+            probs = scores.softmax(-1)
+            out = torch.bmm(probs.to(v.dtype), v[:, :S])
             _grouped_view(out_BTHE[docs, block], K).copy_(_split(out, K, S, block))
-            lse = top.add_(total.log_())
+            # The largest score has probability exp(score - lse), at least 1 / S.
+            lse = scores.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log_()
             _grouped_view(lse_BTH[docs, block, :, None], K).copy_(_split(lse, K, S, block))
 
 
@@ -56,24 +56,20 @@ def backward(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
     v_BTKE: Tensor,
-    out_BTHE: Tensor,
-    lse_BTH: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fills `grads`, shaped as q, k and v."""
     K, scale, dtype = k_BTKE.shape[2], _scale(q_BTHE), q_BTHE.dtype
-    delta_BTH1 = (upcast(grad_BTHE) * out_BTHE).sum(-1, keepdim=True)
     for docs, blocks in _work(q_BTHE, K):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
         wide_k = upcast(k)
         grad_k, grad_v = torch.zeros_like(wide_k), torch.zeros_like(wide_k)
         for block, S in blocks:
             q, grad = (_grouped(x[docs, block], K) for x in (q_BTHE, grad_BTHE))
-            lse, delta = (_grouped(x[docs, block], K) for x in (lse_BTH[..., None], delta_BTH1))
-            probs = _scores(q, wide_k[:, :S]).sub_(lse).exp_()
-            grad_v[:, :S] += torch.bmm(probs.to(dtype).transpose(1, 2), grad)
-            grad_scores = upcast(torch.bmm(grad, v[:, :S].transpose(1, 2))).sub_(delta)
-            grad_scores = grad_scores.mul_(probs).to(dtype)
+            probs = _scores(q, wide_k[:, :S]).softmax(-1).to(dtype)
+            grad_v[:, :S] += torch.bmm(probs.transpose(1, 2), grad)
+            grad_probs = torch.bmm(grad, v[:, :S].transpose(1, 2))
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_probs, probs, -1, dtype)
             grad_k[:, :S] += torch.bmm(grad_scores.transpose(1, 2), q)
             grad_q = torch.bmm(grad_scores, k[:, :S]).mul_(scale)
             _grouped_view(grads[0][docs, block], K).copy_(_split(grad_q, K, S, block))

@@ -31,9 +31,35 @@ class Linear(nn.Linear):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last dim, computed in at least float32 (1910.07467)."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _rms_norm(x, weight, eps)[0]
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = upcast(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    return (wide * scale * weight).to(x.dtype), scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves x and one scale a row, where autograd would save several copies of x in float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, scale = _rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, scale = ctx.saved_tensors
+        normed, wide = upcast(x) * scale, upcast(grad)
+        product = wide * normed
+        grad_weight = product.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        along = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (wide * weight).addcmul_(normed, along, value=-1).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight, None
 
 
 class RMSNorm(nn.Module):
@@ -70,8 +96,34 @@ def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates pairs (i, i + E/2) of the last dim; x (..., heads, E)."""
-    low, high = upcast(x).chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        low, high = upcast(x).chunk(2, dim=-1)
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    return _Rotate.apply(x, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back; x need not be saved."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, -1), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    wide = upcast(x)
+    low, high = wide.chunk(2, dim=-1)
+    out = torch.empty_like(wide)
+    half = low.shape[-1]
+    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-sign)
+    torch.mul(high, cos, out=out[..., half:]).addcmul_(low, sin, value=sign)
+    return out.to(x.dtype)
 
 
 class SwiGLU(nn.Module):

@@ -47,6 +47,7 @@ def token_stats(
     hidden_ND and weight_VD, once: the backward pass overwrites what was kept.
     """
     N = hidden_ND.shape[0]
+    compiled = compiled and hidden_ND.device.type != "cpu"  # slices in cache are faster there
     if compiled:  # one shape for every chunk: the compiled code is then built once
         missing = -N % chunk_tokens
         hidden_ND = F.pad(hidden_ND, (0, 0, 0, missing))
