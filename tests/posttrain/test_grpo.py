@@ -231,7 +231,8 @@ def objective_at_ratio_one(samples: list[dict[str, Any]], group_size: int) -> fl
 def test_shown_numbers_and_old_logprobs_of_several_updates(world):
     """With two updates a rollout the ratio is 1 at the first and no longer at the second."""
     values = settings("grpo", "two", **{"method.updates_per_rollout": 2, "train.steps": 8})
-    values |= {"precision.compute": "fp32", "method.group_size": 4, "checkpoint.every_steps": 3}
+    values |= {"precision.compute": "fp32", "method.group_size": 4, "method.temperature": 0.7}
+    values |= {"checkpoint.every_steps": 3, "checkpoint.keep_last": 9}
     assert main(words("grpo", values)) == 0
     lines, samples = measured(world / "two"), read_lines(world / "two" / "samples.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -253,9 +254,9 @@ def test_shown_numbers_and_old_logprobs_of_several_updates(world):
             assert second["train/kl_sampler"] > 1e-6
             assert second["train/objective"] < expected
     assert moved
-    # No step between rollouts is a multiple of 3 but the sixth; a checkpoint is due after each.
+    # Rollouts end at even steps: the checkpoint that is due at step 3 is written at 4.
     names = [folder.name for folder in sorted((world / "two" / "checkpoints").iterdir())]
-    assert names == ["step-00000006", "step-00000008"]
+    assert names == ["step-00000004", "step-00000006", "step-00000008"]
 
 
 def test_killed_twice_it_ends_as_if_undisturbed(world):
