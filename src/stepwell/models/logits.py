@@ -173,7 +173,7 @@ class _TokenStats(torch.autograd.Function):
         chunk_grad = _compiled_chunk_grad if compiled else _chunk_grad
         coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = None
         for i, part in enumerate(_parts(hidden.shape[0], chunk)):
             values = kept[i] if kept else hidden[part] @ head.t()
             for rows in _slices(values, compiled):
@@ -187,7 +187,12 @@ class _TokenStats(torch.autograd.Function):
                     keeps_probs,
                 )
             torch.mm(values, head, out=grad_hidden[part])
-            grad_weight += values.t() @ hidden[part]
+            product = values.t() @ hidden[part]
+            if grad_weight is None:
+                grad_weight = product.to(weight.dtype)
+            else:
+                grad_weight += product
+            del product
             if kept:
                 kept[i] = None
         return grad_hidden, grad_weight, *[None] * 7

@@ -16,6 +16,7 @@ from stepwell.types import ConfigError
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 KEEP_LOGITS_BYTES = 256 * 2**20
+LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 
 
 # --- closed forms ----------------------------------------------------------------------------
@@ -193,12 +194,14 @@ class _Sizes:
         shapes = parameter_shapes(cfg)
         block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
         compiled = run.layout.compile
-        # compiled code pads to whole chunks
-        chunk = run.loss.chunk_tokens if compiled else min(run.loss.chunk_tokens, N)
+        chunk = min(run.loss.chunk_tokens, N)
         keep = {"always": True, "never": False}.get(
             run.loss.keep_logits, N * cfg.vocab_size * a <= KEEP_LOGITS_BYTES
         )
         chunk_logits = chunk * cfg.vocab_size
+        # logits that are not kept: the chunk before, too, until its name is taken
+        logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
+        piece = min(LOSS_SLICE_BYTES // 4, chunk_logits)
         return _Sizes(
             num_layers=cfg.num_layers,
             num_tokens=N,
@@ -213,18 +216,16 @@ class _Sizes:
             saved_per_layer=saved_per_layer(cfg, N, a, w, compiled),
             saved_by_root=_saved_by_root(cfg, N, a, w),
             block_workspace=_block_workspace(cfg, N, a, w, compiled),
-            loss_forward=chunk_logits * _forward_bytes_per_logit(a, w, keep, compiled, chunk < N),
-            loss_backward=max(
-                chunk_logits * _backward_bytes_per_logit(a, w, keep, compiled, chunk < N),
-                # the head's gradient from one chunk, as it is and widened, beside the logits'
-                chunk_logits * (a if keep else 2 * a)
-                + cfg.vocab_size * cfg.d_model * (a + (p if a != p else 0)),
+            # a slice widened, and its probabilities
+            loss_forward=logits + 2 * w * piece,
+            # a slice widened and its gradient (from logits, log-probabilities and probabilities
+            # too); or the head's gradient from one chunk, and widened where it is added up
+            loss_backward=logits
+            + max(
+                (2 if keep else 4) * w * piece,
+                cfg.vocab_size * cfg.d_model * (a + (p if a != p and chunk < N else 0)),
             ),
-            kept_logits=-(-N // chunk) * chunk_logits * a
-            if keep and compiled
-            else N * cfg.vocab_size * a
-            if keep
-            else 0,
+            kept_logits=N * cfg.vocab_size * a if keep else 0,
             head=cfg.vocab_size * cfg.d_model,
         )
 
@@ -234,30 +235,26 @@ def saved_per_layer(
 ) -> int:
     """Bytes that one block keeps for its backward pass, besides its weights.
 
-    Eager. Norms: the wide input, the scaled input, 1/rms. Projections: their input. Attention: q,
-    k, v, the output (which is also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up
-    and their product. Compiled: what is element-wise is computed again, so norms keep 1/rms and
-    their input in compute dtype, and SwiGLU no silu(gate).
+    Norms: the input and 1/rms. Projections: their input. Attention: q, k, v, the output (which is
+    also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up and their product; compiled,
+    silu(gate) is computed again.
     """
     N, D, F = num_tokens, cfg.d_model, cfg.d_ff
     query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
     heads = N * (cfg.num_heads + cfg.num_kv_heads)
     attention = a * (2 * query + 2 * keyvalue) + w * N * cfg.num_heads
-    if compiled:
-        qk_norms = a * (query + keyvalue) + w * heads if cfg.qk_norm else 0
-        return 4 * a * N * D + 2 * w * N + attention + qk_norms + 3 * a * N * F
-    norms = 2 * _saved_by_norm(N * D, N, w) + 2 * a * N * D
-    qk_norms = _saved_by_norm(query + keyvalue, heads, w) if cfg.qk_norm else 0
-    return norms + attention + qk_norms + 4 * a * N * F
+    norms = 2 * _saved_by_norm(N * D, N, a, w) + 2 * a * N * D
+    qk_norms = _saved_by_norm(query + keyvalue, heads, a, w) if cfg.qk_norm else 0
+    return norms + attention + qk_norms + (3 if compiled else 4) * a * N * F
 
 
-def _saved_by_norm(num_elements: int, num_rows: int, w: int) -> int:
-    return w * (2 * num_elements + num_rows)
+def _saved_by_norm(num_elements: int, num_rows: int, a: int, w: int) -> int:
+    return a * num_elements + w * num_rows
 
 
 def _saved_by_root(cfg: ModelConfig, N: int, a: int, w: int) -> int:
     """The last norm, the hidden states, cos and sin, and four numbers a token of the loss."""
-    return _saved_by_norm(N * cfg.d_model, N, w) + a * N * cfg.d_model + N * cfg.head_dim * 4
+    return _saved_by_norm(N * cfg.d_model, N, a, w) + a * N * cfg.d_model + N * cfg.head_dim * 4
 
 
 def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool) -> int:
@@ -269,25 +266,8 @@ def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool) -
     residual = a * N * cfg.d_model
     swiglu = 2 * a * N * cfg.d_ff
     attention = a * (query + 2 * (query + 2 * keyvalue))
-    norm = 0 if compiled else 3 * w * N * cfg.d_model
+    norm = 0 if compiled else (4 if a < w else 3) * w * N * cfg.d_model
     return residual + max(swiglu, attention, norm)
-
-
-def _forward_bytes_per_logit(a: int, w: int, keep: bool, compiled: bool, several: bool) -> int:
-    """Of a chunk of the loss, going forward: the logits (unless they are kept) and, if not fused,
-    their wide copy and logsumexp's exponentials. Compiled, the chunk before is the most there is.
-    """
-    if compiled:
-        return 0 if keep else a * (1 + several)
-    return 2 * w + (0 if keep else a)
-
-
-def _backward_bytes_per_logit(a: int, w: int, keep: bool, compiled: bool, several: bool) -> int:
-    """Going backward: the logits (unless kept), the gradient of the chunk before, and either
-    log-probability, probability, three stages of the gradient and the hit mask, or, fused, the
-    gradient alone."""
-    held = (0 if keep else a) + (a if several else 0)
-    return held + (a if compiled else 5 * w + 1)
 
 
 def _resting(run: Run, sizes: _Sizes, shard: int) -> tuple[int, int]:
@@ -319,8 +299,8 @@ def _gradients(run: Run, sizes: _Sizes, shard: int, num_blocks: int, root: bool)
 def _copies(run: Run, sizes: _Sizes, shard: int, num_blocks: int, head: bool) -> int:
     """Weights in compute dtype while `num_blocks` blocks are still needed for the backward pass.
 
-    One process casts each matrix where it is used and autograd keeps the cast (the loss casts the
-    head anew each time). FSDP2 gathers a block and prefetches the next; the root's stay.
+    One process casts each matrix where it is used and autograd keeps the cast. FSDP2 gathers a
+    block and prefetches the next; the root's stay.
     """
     if shard == 1 and run.layout.dp_replicate == 1:
         if sizes.a == sizes.p:
