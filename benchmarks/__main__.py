@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import torch
-from stepwell import __version__
 
 from benchmarks.drive import OURS, Spec, measure
 from benchmarks.prepare import prepare
 from benchmarks.table import ratios, show
 from benchmarks.workload import CACHE, ROOT, SCRATCH
+from stepwell import __version__
 
 ENVS = CACHE / "envs"
 
@@ -89,6 +89,12 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="no compiled variants, one round: does it work?"
     )
+    parser.add_argument("--threads", type=int, help="of each worker (default: all cores)")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="tokens per second of CPU time: for a machine that others use, with --threads 1",
+    )
     parser.add_argument("--no-setup", action="store_true", help="don't install missing peers")
     args = parser.parse_args()
     if not (args.quick or args.no_setup):
@@ -96,7 +102,14 @@ def main() -> None:
     prepare()
     SCRATCH.mkdir(parents=True, exist_ok=True)
     rounds, steps, quiet_s = (1, 1, 0) if args.quick else (args.rounds, args.steps, 20)
-    result = {"machine": machine(), "rounds": rounds, "steps_per_chunk": steps, "jobs": {}}
+    result = {
+        "machine": machine(),
+        "threads": args.threads or torch.get_num_threads(),
+        "clock": "cpu" if args.cpu_time else "wall",
+        "rounds": rounds,
+        "steps_per_chunk": steps,
+        "jobs": {},
+    }
     for job in args.jobs.split(","):
         target, specs = JOBS[job]
         wanted = {OURS, *args.only.split(",")} if args.only else {s.library for s in specs}
@@ -109,14 +122,26 @@ def main() -> None:
         settings = {
             "BENCH_STEPS": str(chunk),
             "BENCH_WARMUP": "1" if args.quick else "3",
-            "BENCH_QUIET_S": str(quiet_s),
+            "BENCH_QUIET_S": "0" if args.cpu_time else str(quiet_s),
+            **({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}),
         }
-        records = measure(specs, ENVS, rounds, settings)
-        rows = ratios(records)
+        speed = "tokens_per_cpu_s" if args.cpu_time else "tokens_per_s"
+        records = measure(specs, ENVS, rounds, settings, speed)
+        rows = ratios(records, speed)
         result["jobs"][job] = {"target": target, "ratios": rows, "workers": records}
         print(show(job, target, rows), flush=True)
-    name = f"{datetime.date.today()}-{result['machine']['slug']}.json"
-    path = (CACHE / "quick.json") if args.quick else (ROOT / "benchmarks" / "results" / name)
+    name = "-".join(
+        [
+            str(datetime.date.today()),
+            result["machine"]["slug"],
+            f"{result['threads']}-threads",
+            result["clock"],
+            args.jobs.replace(",", "+") if args.jobs != ",".join(JOBS) else "all",
+        ]
+    )
+    path = (
+        (CACHE / "quick.json") if args.quick else (ROOT / "benchmarks" / "results" / f"{name}.json")
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {path}")
@@ -140,7 +165,6 @@ def machine() -> dict:
         "cpu": cpu,
         "cpu_flags": kinds,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "slug": (cpu + "-" + (kinds[-1] if kinds else "")).lower().replace(" ", "-"),
         "python": sys.version.split()[0],
         "stepwell": __version__,

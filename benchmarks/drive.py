@@ -90,10 +90,11 @@ def start(spec: Spec, envs: Path, settings: dict[str, str]) -> Worker | None:
 
 
 def measure(
-    specs: list[Spec], envs: Path, rounds: int, settings: dict[str, str]
+    specs: list[Spec], envs: Path, rounds: int, settings: dict[str, str], speed: str
 ) -> list[dict[str, Any]]:
     """Each library's variants are tried with one chunk and the fastest goes on; those then take
-    turns for `rounds` rounds, starting with another one each round."""
+    turns for `rounds` rounds, starting with another one each round. speed: the chunks' entry to
+    go by."""
     libraries = list(dict.fromkeys(s.library for s in specs))
     records: list[dict[str, Any]] = []
     best: list[Worker] = []
@@ -103,7 +104,7 @@ def measure(
             worker = start(spec, envs, settings)
             if worker is not None and worker.chunk():
                 tried.append(worker)
-        tried.sort(key=lambda w: w.chunks[0]["tokens_per_s"], reverse=True)
+        tried.sort(key=lambda w: w.chunks[0][speed], reverse=True)
         for worker in tried[1:]:
             worker.stop()
             records.append(record(worker, trial=True))

@@ -60,7 +60,8 @@ class Clock:
                 {
                     "step_s": round(wall_s / self.steps, 4),
                     **{f"{k}_per_s": round(v / wall_s, 1) for k, v in self.counts.items()},
-                    **{k: v for k, v in self.counts.items()},
+                    **{f"{k}_per_cpu_s": round(v / own_s, 1) for k, v in self.counts.items()},
+                    **self.counts,
                     "loss": None if loss is None else round(float(loss), 4),
                     "peak_rss_mb": round(peak_rss_mb(), 1),
                     "other_cores": round(others, 2),

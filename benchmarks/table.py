@@ -8,8 +8,9 @@ from typing import Any
 from benchmarks.drive import OURS
 
 
-def ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Ours against each peer: (min, median, max) over the rounds, and peak memory."""
+def ratios(records: list[dict[str, Any]], speed: str) -> list[dict[str, Any]]:
+    """Ours against each peer: minimum, median and maximum over the rounds, and peak memory.
+    speed: the chunks' entry to compare."""
     finals = [r for r in records if not r["trial"] and r["chunks"]]
     ours = next((r for r in finals if r["library"] == OURS), None)
     if ours is None:
@@ -18,10 +19,7 @@ def ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for peer in finals:
         if peer is ours:
             continue
-        speeds = [
-            a["tokens_per_s"] / b["tokens_per_s"]
-            for a, b in zip(ours["chunks"], peer["chunks"], strict=False)
-        ]
+        speeds = [a[speed] / b[speed] for a, b in zip(ours["chunks"], peer["chunks"], strict=False)]
         rows.append(
             {
                 "peer": peer["library"],
@@ -30,8 +28,8 @@ def ratios(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "min": round(min(speeds), 3),
                 "median": round(statistics.median(speeds), 3),
                 "max": round(max(speeds), 3),
-                "our_tokens_per_s": median(ours, "tokens_per_s"),
-                "peer_tokens_per_s": median(peer, "tokens_per_s"),
+                "our_tokens_per_s": median(ours, speed),
+                "peer_tokens_per_s": median(peer, speed),
                 "our_peak_mb": peak(ours),
                 "peer_peak_mb": peak(peer),
             }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from stepwell.generate import Request, Sampling
-from stepwell.train.engine import Engine
+from contextlib import suppress
 
 from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock, Finished
+from stepwell.generate import Request, Sampling
+from stepwell.train.engine import Engine
 
 
 def main() -> None:
@@ -26,7 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(Finished):
         main()
-    except Finished:
-        pass

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
-from stepwell.config import LossConfig
-from stepwell.data.batch import Batch
-from stepwell.train.engine import Engine
-from stepwell.train.losses import cross_entropy
 
 from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock, Finished
+from stepwell.config import LossConfig
+from stepwell.data.batch import Batch
+from stepwell.train.engine import Engine
+from stepwell.train.losses import cross_entropy
 
 
 def main() -> None:
@@ -37,7 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(Finished):
         main()
-    except Finished:
-        pass

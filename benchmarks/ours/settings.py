@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from stepwell.config import Run
-
 from benchmarks import workload as w
+from stepwell.config import Run
 
 
 def build_run(compiled: bool, rows: int, dtype: str = "bf16") -> Run:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 
+from benchmarks import workload as w
+from benchmarks.ours.settings import build_run
+from benchmarks.protocol import Clock, Finished
 from stepwell.config import LossConfig
 from stepwell.data.loader import packed_stream
 from stepwell.data.sft_data import build_sft_store
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
-
-from benchmarks import workload as w
-from benchmarks.ours.settings import build_run
-from benchmarks.protocol import Clock, Finished
 
 PACKED_ROWS = 4  # about 1,900 tokens: as many as 8 rows of a padded batch hold on average
 
@@ -46,7 +46,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with suppress(Finished):
         main()
-    except Finished:
-        pass

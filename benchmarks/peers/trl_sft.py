@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -62,7 +64,5 @@ trainer = Counting(
     processing_class=load_tokenizer(),
     callbacks=[Steps()],
 )
-try:
+with suppress(Finished):
     trainer.train()
-except Finished:
-    pass
