@@ -26,7 +26,14 @@ from stepwell.train.checkpoint import latest, load_weights
 from tests.parallel.ranks import FORKSERVER
 
 # What depends on the clock; everything else in metrics.jsonl must repeat itself.
-CLOCK = {"time", "time/step_s", "speed/tokens_per_s", "speed/mfu"}
+CLOCK = {
+    "time",
+    "time/step_s",
+    "speed/tokens_per_s",
+    "speed/mfu",
+    "speed/hfu",
+    "memory/peak_bytes",
+}
 MODEL = {
     "model.vocab_size": 320,
     "model.num_layers": 2,

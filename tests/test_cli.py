@@ -259,3 +259,12 @@ micro_batch_rows = 2
 """
     )
     return path
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1000"), ("7", "7")])
+def test_openmp_threads_do_not_spin_unless_told_to(monkeypatch, given, wanted, capsys):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if given:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+    assert main(["--version"]) == 0
+    assert os.environ["GOMP_SPINCOUNT"] == wanted

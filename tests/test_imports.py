@@ -21,8 +21,10 @@ LEVELS = [
     ["train"],
     ["plan", "eval"],
     ["diagnose", "posttrain"],
-    ["labs", "quickstart"],
-    ["cli", "commands"],
+    ["labs", "quickstart_report"],
+    ["commands"],
+    ["quickstart"],
+    ["cli"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 WITHOUT_TORCH = [

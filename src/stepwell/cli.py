@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # OpenMP threads wait for each other by spinning for milliseconds; beside any other load that
+    # costs several times the work itself. torch reads this when it is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()

@@ -311,3 +311,10 @@ def test_concat_and_rows_are_inverse():
     again = concat([batch.rows(0, 3), batch.rows(3, 7)])
     assert torch.equal(again.tokens_BT, batch.tokens_BT)
     assert again.sample_ids == batch.sample_ids
+
+
+@pytest.mark.parametrize(("keep", "wanted"), [("always", 0), ("never", 47), ("auto", 0)])
+def test_logits_computed_twice_are_counted(keep, wanted):
+    run = base_run(**{"loss.keep_logits": keep})
+    stats = Engine(run).forward_backward(global_batch(), cross_entropy(run.loss))
+    assert stats.num_twice_tokens == wanted

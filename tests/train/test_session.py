@@ -217,6 +217,21 @@ def test_displayed_numbers(tmp_path):
         assert line["speed/tokens_per_s"] == pytest.approx(line["train/tokens"] / seconds)
         assert line["speed/mfu"] == pytest.approx(step_flops(run, batch) / seconds / peak)
         assert line["reward/mean"] == 0.25
+        assert line["speed/hfu"] == line["speed/mfu"]
+        assert 2**26 < line["memory/peak_bytes"] <= hardware.peak_rss_bytes()
+
+
+def test_hfu_adds_the_head_that_is_computed_twice(tmp_path):
+    run = session_run(tmp_path, **{"loss.keep_logits": "never"})
+    batch = global_batch()
+    with open_session(run, console=False) as session:
+        stats = session.engine.forward_backward(batch, cross_entropy(run.loss))
+        session.record(batch, stats, session.engine.optim_step())
+        peak = session.peak_flops_per_s
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    extra = (line["speed/hfu"] - line["speed/mfu"]) * line["time/step_s"] * peak
+    head = 2 * run.model.vocab_size * run.model.d_model
+    assert extra == pytest.approx(line["train/loss_tokens"] * head, rel=1e-6)
 
 
 def _shown_on_ranks(folder):

@@ -39,13 +39,15 @@ class Stats:
     """What one forward-backward pass saw, over the whole global batch.
 
     loss: the minimised value. metrics: means over their own counts. num_tokens: tokens that were
-    processed (padding not counted); num_loss_tokens: those with a weight.
+    processed (padding not counted); num_loss_tokens: those with a weight; num_twice_tokens: those
+    whose logits are computed again in the backward pass.
     """
 
     loss: float
     metrics: dict[str, float]
     num_tokens: int
     num_loss_tokens: int
+    num_twice_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Engine:
             for name, (total, count) in seen.items():
                 pair = torch.stack([total.detach().double(), count.detach().double()])
                 metrics[name] = metrics[name] + pair if name in metrics else pair
-        return self._stats(batch, value, metrics)
+        return self._stats(batch, micro_batches, value, metrics)
 
     def optim_step(self) -> StepInfo:
         """Clips, judges, steps and clears the gradients. A step that the guard refuses leaves
@@ -265,13 +267,11 @@ class Engine:
         dtype = DTYPES[self.run.precision.compute]
         active = micro.weights_BT.flatten().nonzero().flatten()
         num_tokens = micro.tokens_BT.numel()
-        loss = self.run.loss
-        fits = active.numel() * self.run.model.vocab_size * dtype.itemsize <= KEEP_LOGITS_BYTES
         options = ForwardOptions(
             needs=needs,
             dtype=dtype,
-            chunk_tokens=loss.chunk_tokens,
-            keep_logits=fits if loss.keep_logits == "auto" else loss.keep_logits == "always",
+            chunk_tokens=self.run.loss.chunk_tokens,
+            keep_logits=self._keeps_logits(active.numel()),
             temperature=temperature,
             compiled=self.run.layout.compile,
         )
@@ -286,6 +286,13 @@ class Engine:
             None if active.numel() == num_tokens else active.to(device),
             options,
         )
+
+    def _keeps_logits(self, num_loss_tokens: int) -> bool:
+        """Whether a micro-batch with this many loss tokens holds its logits until the backward."""
+        wanted = self.run.loss.keep_logits
+        itemsize = DTYPES[self.run.precision.compute].itemsize
+        fits = num_loss_tokens * self.run.model.vocab_size * itemsize <= KEEP_LOGITS_BYTES
+        return fits if wanted == "auto" else wanted == "always"
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         """This rank's rows in pieces; as many on every rank, so that collectives match."""
@@ -303,18 +310,26 @@ class Engine:
         local = torch.tensor([counts[name] for name in names], dtype=torch.float64)
         return dict(zip(names, all_reduce_sum(local, self.mesh).tolist(), strict=True))
 
-    def _stats(self, batch: Batch, value: Tensor, metrics: dict[str, Tensor]) -> Stats:
+    def _stats(
+        self,
+        batch: Batch,
+        micro_batches: list[Batch],
+        value: Tensor,
+        metrics: dict[str, Tensor],
+    ) -> Stats:
         names = sorted(metrics)
-        counts = [(batch.docs_BT >= 0).sum().item(), (batch.weights_BT != 0).sum().item()]
+        active = [int((micro.weights_BT != 0).sum()) for micro in micro_batches]
+        twice = sum(count for count in active if not self._keeps_logits(count))
+        counts = [(batch.docs_BT >= 0).sum().item(), sum(active), twice]
         head = torch.tensor([value.item(), *counts], dtype=torch.float64)
         pairs = [metrics[name].cpu() for name in names]
         total = all_reduce_sum(torch.cat([head, *pairs]), self.mesh)
         self._last_loss = total[0].item()
         means = {
-            name: (total[3 + 2 * i] / total[4 + 2 * i]).item() if total[4 + 2 * i] else 0.0
+            name: (total[4 + 2 * i] / total[5 + 2 * i]).item() if total[5 + 2 * i] else 0.0
             for i, name in enumerate(names)
         }
-        return Stats(self._last_loss, means, int(total[1]), int(total[2]))
+        return Stats(self._last_loss, means, int(total[1]), int(total[2]), int(total[3]))
 
 
 def _dimensions(run: Run) -> dict[str, Any]:

@@ -78,7 +78,8 @@ class Session:
         """Logs one step. batch: this rank's rows of it.
 
         Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
-        and the peak of all ranks. The time runs from the last step's end, so that reading data and
+        and the peak of all ranks, HFU adds the logits that were computed twice. Peak memory is that
+        of this rank's process (CPU, with its libraries) or of its tensors (CUDA). The time runs from the last step's end, so that reading data and
         handing over a checkpoint are in it.
         """
         now = time.perf_counter()
@@ -86,6 +87,7 @@ class Session:
         mesh = self.engine.mesh
         local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64)
         flops = all_reduce_sum(local, mesh).item()
+        twice = stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
         if info.skipped:
             ids = [i for part in all_gather_objects(batch.sample_ids, mesh) for i in part]
             self.log.event("skip", info.step, reason=info.reason, sample_ids=ids)
@@ -105,6 +107,8 @@ class Session:
                 "time/step_s": seconds,
                 "speed/tokens_per_s": stats.num_tokens / seconds,
                 "speed/mfu": flops / seconds / self.peak_flops_per_s,
+                "speed/hfu": (flops + twice) / seconds / self.peak_flops_per_s,
+                "memory/peak_bytes": peak_bytes(self.engine.mesh.device),
                 **(more or {}),
             },
         )
@@ -268,6 +272,12 @@ def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return hardware.peak_rss_bytes()
 
 
 def step_flops(run: Run, batch: Batch) -> float:
