@@ -79,8 +79,8 @@ class Session:
 
         Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
         and the peak of all ranks, HFU adds the logits that were computed twice. Peak memory is that
-        of this rank's process (CPU, with its libraries) or of its tensors (CUDA). The time runs from the last step's end, so that reading data and
-        handing over a checkpoint are in it.
+        of this rank's process (CPU, with its libraries) or of its tensors (CUDA). The time runs
+        from the last step's end, so that reading data and handing over a checkpoint are in it.
         """
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
