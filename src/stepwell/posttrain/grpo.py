@@ -77,20 +77,17 @@ def policy_loss(method: GRPO) -> Loss:
 def pack_rollouts(rollouts: Rollouts, method: GRPO, seq_len: int, pad_id: int) -> Batch:
     """Rows of prompt + answer, loss on the answer's tokens only; extra: advantages, old_logprobs
     (NaN) and sampler_logprobs (what the sampler saw)."""
+    per_answer = [
+        advantage
+        for group in rollouts.groups
+        for advantage in group_advantages(group.rewards, method.advantage)
+    ]
     docs, advantages, sampled = [], [], []
-    for group in rollouts.groups:
-        values = group_advantages(group.rewards, method.advantage)
-        for completion, advantage in zip(group.completions, values, strict=True):
-            num_prompt, num_answer = len(completion.prompt_ids), len(completion.token_ids)
-            weight = token_weight(num_answer, method.aggregate)
-            docs.append(
-                (
-                    [*completion.prompt_ids, *completion.token_ids],
-                    [0.0] * num_prompt + [weight] * num_answer,
-                )
-            )
-            advantages.append([0.0] * num_prompt + [advantage] * num_answer)
-            sampled.append([0.0] * num_prompt + list(completion.logprobs))
+    for (ids, mask, streams), advantage in zip(rollouts.documents(), per_answer, strict=True):
+        weight = token_weight(sum(mask), method.aggregate)
+        docs.append((ids, [weight * trained for trained in mask]))
+        advantages.append([advantage * trained for trained in mask])
+        sampled.append(streams["sampler_logprobs"])
     batch = pack_rows(
         docs,
         seq_len,
