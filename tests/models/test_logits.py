@@ -67,7 +67,7 @@ def test_compiled_arithmetic_equals_eager():
     results = []
     for stats, grad in (
         (logits._chunk_stats, logits._chunk_grad),
-        (logits._compiled_chunk_stats, logits._compiled_chunk_grad),
+        (logits._compiled(logits._chunk_stats), logits._compiled(logits._chunk_grad)),
     ):
         values = (hidden @ weight.t()).float()
         found = stats(values, targets, wanted)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.config import ModelConfig
@@ -22,7 +22,6 @@ from stepwell.models.layers import Linear, RMSNorm, apply_rope
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_VARLEN_HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def attend(
@@ -41,11 +40,14 @@ def attend(
 
 
 def _varlen(q_NHE, k_NKE, v_NKE, cu_seqlens, window: int | None) -> Tensor:
+    # Only CUDA comes here; the import brings the compiler with it, a second and 70 MiB.
+    from torch.nn.attention.varlen import varlen_attn
+
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     groups = q_NHE.shape[1] // k_NKE.shape[1]
     k_NHE, v_NHE = (x.repeat_interleave(groups, dim=1) for x in (k_NKE, v_NKE))
-    if _VARLEN_HAS_WINDOW:
-        causal = {"window_size": ((window - 1) if window else -1, 0)}
+    if "window_size" in inspect.signature(varlen_attn).parameters:
+        causal: dict[str, Any] = {"window_size": ((window - 1) if window else -1, 0)}
     elif window is None or window >= longest:
         causal = {"is_causal": True}
     else:
@@ -129,9 +131,8 @@ def packed_attention_backward(
     cu_seqlens: Tensor,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = tuple(
-        torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHE, k_NKE, v_NKE)
-    )
+    fresh = (x.new_empty(x.shape) for x in (q_NHE, k_NKE, v_NKE))
+    grads = (next(fresh), next(fresh), next(fresh))
     whole = (grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, *grads)
     for stretch in _stretches(cu_seqlens):
         grad, q, k, v, out, lse, *parts = (_view(x, *stretch) for x in whole)

@@ -8,7 +8,8 @@ float32 arithmetic between the products runs over slices of a chunk that stay in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -140,8 +141,10 @@ def _chunk_grad(
     values_CV.scatter_(1, targets_C[:, None], by.target[:, None].to(values_CV.dtype))
 
 
-_compiled_chunk_stats = torch.compile(_chunk_stats, dynamic=False)
-_compiled_chunk_grad = torch.compile(_chunk_grad, dynamic=False)
+@cache
+def _compiled(function: Callable) -> Callable:
+    """Built on first use: the compiler's import alone takes a second and 50 MiB."""
+    return torch.compile(function, dynamic=False)
 
 
 class _TokenStats(torch.autograd.Function):
@@ -150,7 +153,7 @@ class _TokenStats(torch.autograd.Function):
         ctx, hidden, weight, targets, chunk, keep, scale, with_entropy, with_mean, compiled
     ):
         ctx.set_materialize_grads(False)
-        chunk_stats = _compiled_chunk_stats if compiled else _chunk_stats
+        chunk_stats = _compiled(_chunk_stats) if compiled else _chunk_stats
         keeps_probs = keep and not with_entropy
         wanted = _Wanted(scale, with_entropy, with_mean, keeps_probs)
         head = weight.to(hidden.dtype)
@@ -170,7 +173,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(ctx, *grads):
         hidden, weight, head, targets, logprobs, lse, entropy, *kept = ctx.saved_tensors
         chunk, scale, keeps_probs, compiled = ctx.options
-        chunk_grad = _compiled_chunk_grad if compiled else _chunk_grad
+        chunk_grad = _compiled(_chunk_grad) if compiled else _chunk_grad
         coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0])
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
