@@ -138,7 +138,7 @@ def packed_attention_backward(
         grad, q, k, v, out, lse, *parts = (_view(x, *stretch) for x in whole)
         band = _band(stretch[2], window, q)
         if band is None and block_attention.pays(q, stretch[2], backward=True):
-            block_attention.backward(grad, q, k, v, (parts[0], parts[1], parts[2]))
+            block_attention.backward(grad, q, k, v, tuple(parts))
             continue
         by_head = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
         found = _flash_backward(*by_head, 0.0, band is None, attn_mask=band)

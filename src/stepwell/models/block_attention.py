@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stepwell.models.layers import upcast
 
@@ -37,7 +38,14 @@ def forward(
     q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, out_BTHE: Tensor, lse_BTH: Tensor
 ) -> None:
     """Fills the output and the log-sum-exp of the scores."""
-    K = k_BTKE.shape[2]
+    K, T, missing = k_BTKE.shape[2], q_BTHE.shape[1], _missing(q_BTHE.shape[1])
+    if missing:
+        q, k, v = (_padded(x, missing) for x in (q_BTHE, k_BTKE, v_BTKE))
+        out, lse = torch.empty_like(q), lse_BTH.new_empty(q.shape[:3])
+        forward(q, k, v, out, lse)
+        out_BTHE.copy_(out[:, :T])
+        lse_BTH.copy_(lse[:, :T])
+        return
     for docs, blocks in _work(q_BTHE, K):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
         wide_k = upcast(k)
@@ -56,9 +64,17 @@ def backward(
     q_BTHE: Tensor,
     k_BTKE: Tensor,
     v_BTKE: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor, ...],
 ) -> None:
     """Fills `grads`, shaped as q, k and v."""
+    T, missing = q_BTHE.shape[1], _missing(q_BTHE.shape[1])
+    if missing:
+        grad, q, k, v = (_padded(x, missing) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE))
+        found = tuple(torch.empty_like(x) for x in (q, k, v))
+        backward(grad, q, k, v, found)
+        for whole, x in zip(grads, found, strict=True):
+            whole.copy_(x[:, :T])
+        return
     K, scale, dtype = k_BTKE.shape[2], _scale(q_BTHE), q_BTHE.dtype
     for docs, blocks in _work(q_BTHE, K):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
@@ -75,6 +91,17 @@ def backward(
             _grouped_view(grads[0][docs, block], K).copy_(_split(grad_q, K, S, block))
         for whole, part in ((grads[1], grad_k.mul_(scale)), (grads[2], grad_v)):
             whole[docs].transpose(1, 2).copy_(part.unflatten(0, (-1, K)))
+
+
+def _missing(length: int) -> int:
+    """What lengthens a document to whole blocks. oneDNN builds and keeps code for every new shape,
+    which takes longer than a product: few lengths are far quicker than just the right ones."""
+    return -length % (QUERY_BLOCK if length > QUERY_BLOCK else 16)
+
+
+def _padded(x_BTHE: Tensor, missing: int) -> Tensor:
+    """Zeros at the end, where causal attention of earlier tokens does not look."""
+    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing))
 
 
 def _work(q_BTHE: Tensor, K: int) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from stepwell.models.layers import upcast
 
 SLICE_BYTES = 2 * 2**20
+ROW_MULTIPLE = 64
 
 
 class TokenStats(NamedTuple):
@@ -49,8 +50,9 @@ def token_stats(
     """
     N = hidden_ND.shape[0]
     compiled = compiled and hidden_ND.device.type != "cpu"  # slices in cache are faster there
-    if compiled:  # one shape for every chunk: the compiled code is then built once
-        missing = -N % chunk_tokens
+    # Few shapes: compiled code, or oneDNN's, is built anew for each.
+    missing = -N % (chunk_tokens if compiled else min(ROW_MULTIPLE, chunk_tokens))
+    if missing:
         hidden_ND = F.pad(hidden_ND, (0, 0, 0, missing))
         targets_N = F.pad(targets_N, (0, missing))
     stats = _TokenStats.apply(
