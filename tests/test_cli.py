@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli import CALM, COMMANDS, GROUPS, Command, help_text, main
+from stepwell.cli import COMMANDS, GROUPS, Command, help_text, main
 from stepwell.commands.training import Arguments, clear_folder, find_recipe, load_run, parse
 from stepwell.schema import dotted_keys
 from stepwell.types import ConfigError
@@ -261,11 +261,10 @@ micro_batch_rows = 2
     return path
 
 
-@pytest.mark.parametrize("given", [None, "7"])
-@pytest.mark.parametrize("name", CALM)
-def test_cpu_libraries_are_calm_unless_told_otherwise(monkeypatch, name, given):
-    monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1000"), ("7", "7")])
+def test_openmp_threads_do_not_spin_unless_told_to(monkeypatch, given, wanted):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     if given:
-        monkeypatch.setenv(name, given)
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
     assert main(["--version"]) == 0
-    assert os.environ[name] == (given or CALM[name])
+    assert os.environ["GOMP_SPINCOUNT"] == wanted

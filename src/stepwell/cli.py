@@ -70,10 +70,6 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
     ),
 }
-# What torch's CPU libraries read when they are loaded. OpenMP threads wait for each other by
-# spinning for milliseconds, which beside any other load costs several times the work itself; oneDNN
-# keeps the code of the last 1,024 shapes it has seen, gigabytes where document lengths vary.
-CALM = {"GOMP_SPINCOUNT": "1000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
@@ -84,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for name, value in CALM.items():
-        os.environ.setdefault(name, value)
+    # OpenMP threads wait for each other by spinning for milliseconds; beside any other load that
+    # costs several times the work itself. Read when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
