@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps in a timed chunk")
     parser.add_argument("--only", default="", help="libraries to compare with (default: all)")
+    parser.add_argument("--variants", default="", help="ways to run to try (default: all)")
     parser.add_argument(
         "--quick", action="store_true", help="no compiled variants, one round: does it work?"
     )
@@ -105,6 +106,7 @@ def main() -> None:
     result = {
         "machine": machine(),
         "threads": args.threads or torch.get_num_threads(),
+        "variants": args.variants or "all",
         "clock": "cpu" if args.cpu_time else "wall",
         "rounds": rounds,
         "steps_per_chunk": steps,
@@ -114,7 +116,11 @@ def main() -> None:
         target, specs = JOBS[job]
         wanted = {OURS, *args.only.split(",")} if args.only else {s.library for s in specs}
         specs = [
-            s for s in specs if s.library in wanted and not (args.quick and "compiled" in s.variant)
+            s
+            for s in specs
+            if s.library in wanted
+            and not (args.quick and "compiled" in s.variant)
+            and (not args.variants or s.variant in args.variants.split(","))
         ]
         print(f"{job}:")
         # Generation steps are 128 tokens for each of 16 rows: few of them say enough.
