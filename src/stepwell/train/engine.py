@@ -276,7 +276,8 @@ class Engine:
             compiled=self.run.layout.compile,
         )
         cu_seqlens = micro.cu_seqlens()
-        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        if self.run.layout.compile:  # the number of documents changes from batch to batch
+            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         device = self.mesh.device
         return self.decoder(
             micro.tokens_BT.to(device),
