@@ -10,12 +10,13 @@ import hashlib
 import json
 import os
 import shutil
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.resources import files
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 SEED = 0
 HELDOUT_DOCUMENTS = 0.02
-EVAL_BYTES = 200_000
 NUM_SHOWN = 6
 CODE, PROSE = "stdlib-code", "stdlib-prose"
 
@@ -54,11 +54,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a quickstart: problems, and settings of the recipes that differ from them."""
+    """The sizes of a quickstart: problems, and settings of the recipes that differ from them.
+
+    every: only each so-many-th document is read. eval_bytes: of held-out text that is scored.
+    """
 
     num_sft_rows: int
     num_prompts: int
     num_heldout: int
+    every: int = 1
+    eval_bytes: int = 200_000
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -67,6 +72,8 @@ SMALL = Plan(
     num_sft_rows=400,
     num_prompts=200,
     num_heldout=64,
+    every=4,
+    eval_bytes=30_000,
     overrides={
         "pretrain": {
             "train.steps": 24,
@@ -137,8 +144,18 @@ def main(argv: Sequence[str]) -> int:
         state.finish(name, {"seconds": seconds, **result})
         print(f"      {result.get('summary', 'done')} ({seconds:.0f} s)", file=sys.stderr)
     results = {name: state.done(name) for name in stages}
-    print(json.dumps(results) if options.json else f"report: {root / 'report.html'}")
+    print(json.dumps(results) if options.json else closing_text(root))
     return 0
+
+
+def closing_text(root: Path) -> str:
+    return "\n".join(
+        [
+            f"report:    {root / 'report.html'}",
+            f"try it:    stepwell generate {root / 'model'} --chat --prompt '7+5-9+3=?'",
+            f"the model: {root / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
+        ]
+    )
 
 
 def stages_of(model: str) -> dict[str, Stage]:
@@ -408,6 +425,7 @@ def compare_with_transformers(folder: Path, engine: Engine, ids: tuple[int, ...]
     if importlib.util.find_spec("transformers") is None:
         return None
     transformers = importlib.import_module("transformers")
+    transformers.logging.disable_progress_bar()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens_BT = torch.tensor([ids])
     with torch.no_grad():
@@ -439,7 +457,8 @@ def documents(state: Quickstart) -> Iterator[Document]:
     """The curated documents, as they were written."""
     from stepwell.data.sources import rows
 
-    for item in rows(state.root / "curated" / "kept.jsonl"):
+    kept = rows(state.root / "curated" / "kept.jsonl")
+    for item in islice(kept, 0, None, state.plan.every):
         if isinstance(item, Document):
             yield item
 
@@ -451,14 +470,14 @@ def heldout(doc: Document) -> bool:
 
 
 def heldout_texts(state: Quickstart) -> list[str]:
-    """Held-out documents, up to EVAL_BYTES of text."""
+    """Held-out documents, up to plan.eval_bytes of text."""
     if state.base != "scratch":
         return []
     texts, size = [], 0
     for doc in filter(heldout, documents(state)):
-        text = doc.text[: EVAL_BYTES // 8]
+        text = doc.text[: state.plan.eval_bytes // 8]
         size += len(text)
-        if size > EVAL_BYTES:
+        if size > state.plan.eval_bytes:
             break
         texts.append(text)
     return texts
@@ -529,14 +548,16 @@ def training_result(run: Run) -> dict[str, Any]:
     rows = read_metrics(run.dir)
     tokens = sum(series(rows, "train/tokens")[1])
     last = rows[-1]
-    rate = sorted(series(rows, "speed/tokens_per_s")[1])[len(rows) // 2]
-    key = "reward/mean" if "reward/mean" in last else "train/loss"
+    rate = statistics.median(series(rows, "speed/tokens_per_s")[1])
+    key, name = "train/loss", "loss"
+    if "reward/mean" in last:
+        key, name = "reward/mean", "reward"
     return {
         "steps": last["step"],
         "tokens": int(tokens),
         "last": {key: last[key]},
-        "summary": f"{last['step']} steps, {tokens:,.0f} tokens, {rate:,.0f} tokens/s, "
-        f"{key.split('/')[1]} {last[key]:.3f}",
+        "summary": f"{last['step']} steps, {tokens:,.0f} tokens, {rate:,.0f} tokens/s in the "
+        f"median step, {name} {last[key]:.3f} in the last",
     }
 
 

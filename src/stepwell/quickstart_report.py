@@ -87,7 +87,11 @@ def report_data(root: Path, stages: Iterable[str]) -> ReportData:
             )
             for found in evaluation["samples"]
         ],
-        events=[{"run": name, **event} for name in runs for event in read_events(root / name)],
+        events=[
+            {"run": name, **{key: value for key, value in event.items() if value != {}}}
+            for name in runs
+            for event in read_events(root / name)
+        ],
         config={f"{name}/run.toml": (root / name / "run.toml").read_text("utf-8") for name in runs},
         versions=software_versions(),
         hardware=str(device),

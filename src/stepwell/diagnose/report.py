@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from stepwell.config import Run
 from stepwell.diagnose import charts
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
+from stepwell.plan.memory import predict_memory
 from stepwell.types import DataError, StepwellError
 
 MAX_EVENTS = 100
@@ -217,7 +218,8 @@ def headline(data: ReportData) -> list[Figure]:
         found.append(Figure(f"accuracy after {only.stage}", percent_text(only.value)))
     seconds = [s.seconds for s in data.stages if s.seconds is not None]
     if seconds:
-        found.append(Figure("time", seconds_text(sum(seconds)), f"{len(seconds)} stages"))
+        many = f"{len(seconds)} stages" if len(seconds) > 1 else data.stages[0].name
+        found.append(Figure("time", seconds_text(sum(seconds)), many))
     tokens = [s.tokens for s in data.stages if s.tokens is not None]
     if tokens:
         found.append(Figure("tokens trained on", count_text(sum(tokens))))
@@ -309,11 +311,27 @@ def read_run(run_dir: str | Path) -> ReportData:
         speed=[Speed(run.method.kind, rate_steps, rates, series(rows, "speed/mfu")[1])]
         if rates
         else [],
+        memory=[MemoryRow(name, size) for name, size in _predicted(run).items()],
+        memory_note=_memory_note(rows),
         samples=_read_samples(folder / "samples.jsonl", run.method.kind),
         events=read_events(folder),
         config={"run.toml": (folder / "run.toml").read_text("utf-8")},
         versions=software_versions(),
     )
+
+
+def _predicted(run: Run) -> dict[str, float]:
+    """The items of one process's training step at its highest point."""
+    items = asdict(predict_memory(run).items)
+    return {"peak of a step": sum(items.values()), **{k: v for k, v in items.items() if v}}
+
+
+def _memory_note(rows: list[dict[str, Any]]) -> str:
+    note = "Predicted for one process, before the run."
+    peaks = series(rows, "memory/peak_bytes")[1]
+    if peaks:
+        note += f" The process as a whole, with its libraries, came to {bytes_text(max(peaks))}."
+    return note
 
 
 def _keys(rows: list[dict[str, Any]], prefix: str) -> list[str]:
@@ -374,7 +392,7 @@ def seconds_text(value: float | None) -> str:
 
 
 def percent_text(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else f"{round(100 * value, 1) + 0.0:.1f} %"
 
 
 def bytes_text(value: float | None) -> str:
