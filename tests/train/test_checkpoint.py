@@ -202,6 +202,21 @@ def test_every_rank_learns_of_damage_that_one_found(tmp_path):
     assert "__1_0.distcp" in errors[0]
 
 
+def test_damage_names_another_checkpoint_and_the_way_to_it(tmp_path):
+    folders = [_save(step_folder(tmp_path, step), ONE) for step in (2, 4, 6)]
+    (folders[2] / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        verify(folders[2], ONE)
+    assert f"the newest other complete checkpoint is {folders[1]}" in str(error.value)
+    assert f"remove the folder {folders[2]}" in str(error.value)
+    shutil.rmtree(folders[2])
+    verify(folders[1], ONE)
+    shutil.rmtree(folders[0])
+    (folders[1] / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"no other complete checkpoint.*--fresh"):
+        verify(folders[1], ONE)
+
+
 @pytest.mark.parametrize("content", [None, "", "{}", '{"files": {}}'])
 def test_a_damaged_manifest_is_an_error(tmp_path, content):
     folder = _save(step_folder(tmp_path, 2), ONE)

@@ -89,3 +89,15 @@ def test_state_round_trips_through_json():
     assert other.state() == guard.state()
     for norm in (0.5, 9.0, 0.2, 0.2, 0.2, 0.9):
         assert other.judge(1.0, norm) == guard.judge(1.0, norm)
+
+
+def test_steps_without_a_gradient_are_fine_and_measure_nothing():
+    """Rollouts of dead groups have a norm of exactly zero, most of them where rewards are sparse."""
+    guard = _fed([1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 3.0, *[0.0] * 9, 2.5])
+    assert list(guard.good_norms) == [1.0, 2.0, 3.0, 2.5]
+    assert not guard.judge(1.0, 9.1).ok
+    assert guard.judge(1.0, 0.0).ok
+    assert guard.skips_in_a_row == 0
+    again = Guard(CONFIG)
+    again.load({"good_norms": [0.0, 0.0, 0.0, 1.0], "skips_in_a_row": 0, "num_skips": 0})
+    assert again.judge(1.0, 100.0).ok

@@ -9,9 +9,17 @@ from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import save_hf
 from stepwell.parallel.mesh import init_distributed
+from stepwell.tokenizer import Tokenizer
 from stepwell.train.checkpoint import load_weights, read_state
 from stepwell.train.engine import Engine
-from stepwell.train.weights import initial_weights, kind_of, read_model, resolve
+from stepwell.train.weights import (
+    check_tokenizer,
+    initial_weights,
+    kind_of,
+    known_tokenizer,
+    read_model,
+    resolve,
+)
 from stepwell.types import CheckpointError, ConfigError
 from tests.oracle import base_run
 from tests.parallel.ranks import run_ranks
@@ -136,3 +144,29 @@ def test_load_weights_finds_damage(trained, tmp_path):
     shard.write_bytes(data)
     with pytest.raises(CheckpointError, match=shard.name):
         load_weights(copy, parameter_shapes(engine.run.model))
+
+
+def test_a_tokenizer_of_another_model_is_refused(trained, tmp_path):
+    _, engine = trained
+    mine, other = (Tokenizer.train([f"{word} " * 20], 270) for word in ("apple", "pear"))
+    point = tmp_path / "run" / "checkpoints" / "step-00000001"
+    engine.save(point, {"tokenizer": mine.fingerprint}).wait()
+    (tmp_path / "run" / "run.toml").write_text("")
+    save_hf(tmp_path / "hf", engine.run.model, engine.iter_state(), torch.float32)
+    assert known_tokenizer(tmp_path / "hf") is None
+    mine.save(tmp_path / "hf")
+    for model in (tmp_path / "run", point, tmp_path / "hf"):
+        check_tokenizer(model, mine)
+        with pytest.raises(ConfigError) as error:
+            check_tokenizer(str(model), other, "fruit.json")
+        for named in ("fruit.json", str(model), mine.fingerprint[:12], other.fingerprint[:12]):
+            assert named in str(error.value)
+
+
+def test_a_model_of_unknown_tokenizer_takes_any(trained, tmp_path):
+    folder, engine = trained
+    save_hf(tmp_path / "hf", engine.run.model, engine.iter_state(), torch.float32)
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    tokenizer = Tokenizer.train(["apple " * 20], 270)
+    for model in (folder, tmp_path / "hf", "smollm2"):
+        check_tokenizer(model, tokenizer)

@@ -170,18 +170,27 @@ def read_state(folder: str | Path) -> dict[str, Any]:
 def verify(folder: str | Path, mesh: Mesh) -> None:
     """Compares every file with the manifest, the files divided among the ranks.
 
-    Raises CheckpointError naming the first file that is missing, truncated or altered.
+    Raises CheckpointError naming the first file that is missing, truncated or altered, and the
+    newest other checkpoint of the run.
     """
     folder = Path(folder)
-    files: dict[str, dict[str, Any]] = _read_json(folder, MANIFEST).get("files", {})
-    if STATE not in files or ".metadata" not in files:
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: it does not list every file")
 
     def check() -> None:
+        files: dict[str, dict[str, Any]] = _read_json(folder, MANIFEST).get("files", {})
+        if STATE not in files or ".metadata" not in files:
+            raise CheckpointError(f"{folder / MANIFEST} is damaged: it does not list every file")
         for name in sorted(files)[mesh.rank :: mesh.world]:
             _verify_file(folder / name, files[name]["bytes"], files[name]["sha256"])
 
-    _together(check, mesh, f"the checkpoint {folder} is damaged")
+    try:
+        _together(check, mesh, f"the checkpoint {folder} is damaged")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_way_out(folder)}") from None
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether `path` is a run's folder (and not one of its checkpoints)."""
+    return (Path(path) / "run.toml").is_file()
 
 
 def latest(run_dir: str | Path) -> Path | None:
@@ -346,6 +355,23 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is not a complete checkpoint: no {name}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+
+
+def _way_out(damaged: Path) -> str:
+    """Which other checkpoint of the same run can be gone on from, and how."""
+    if damaged.parent.name != "checkpoints":
+        return ""
+    others = {
+        step: folder
+        for step, folder in _complete(damaged.parent.parent).items()
+        if folder.name != damaged.name
+    }
+    if not others:
+        return "; the run has no other complete checkpoint, so it must start over (--fresh)"
+    return (
+        f"; the newest other complete checkpoint is {others[max(others)]}: to go on from it, "
+        f"remove the folder {damaged} and give the same command again"
+    )
 
 
 def _complete(run_dir: str | Path) -> dict[int, Path]:

@@ -24,6 +24,8 @@ class Guard:
 
     A spike is a norm above spike_factor times the median of the last `window` good norms; it is
     looked for once there are min_history of them (the early norms of a run fall by themselves).
+    A norm of zero (nothing to learn, as in a rollout of dead groups) is good, but no measure of
+    the others.
     """
 
     def __init__(self, config: GuardConfig):
@@ -36,7 +38,8 @@ class Guard:
         """Raises TrainingError once more than max_skips_in_a_row steps in a row are refused."""
         reason = self._reason(loss, grad_norm)
         if not reason:
-            self.good_norms.append(grad_norm)
+            if grad_norm > 0:
+                self.good_norms.append(grad_norm)
             self.skips_in_a_row = 0
             return Verdict(True)
         self.skips_in_a_row += 1
@@ -74,7 +77,8 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.good_norms = deque(state["good_norms"], maxlen=self.config.window)
+        norms = (norm for norm in state["good_norms"] if norm > 0)
+        self.good_norms = deque(norms, maxlen=self.config.window)
         self.skips_in_a_row = int(state["skips_in_a_row"])
         self.num_skips = int(state["num_skips"])
 

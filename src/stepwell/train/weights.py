@@ -12,12 +12,15 @@ from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.gguf import find_smollm2, load_gguf, read_gguf_config
 from stepwell.models.hf import load_hf, read_hf_config
+from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
-from stepwell.types import CheckpointError, ConfigError
+from stepwell.types import CheckpointError, ConfigError, DataError
 
 SMOLLM2 = "smollm2"
 # Fields that a user may set beside `init`; the others come with the weights.
 FREE_FIELDS = {"init", "init_std", "max_seq_len"}
+# In a checkpoint's `extra`: the fingerprint of the tokenizer that its run read.
+TOKENIZER = "tokenizer"
 
 
 def kind_of(init: str) -> str:
@@ -81,3 +84,45 @@ def initial_weights(model: ModelConfig) -> Iterator[tuple[str, Tensor]] | None:
     if kind == "hf":
         return load_hf(model.init, parameter_shapes(model))
     return checkpoint.load_weights(model.init, parameter_shapes(model))
+
+
+def known_tokenizer(model: str | Path) -> str | None:
+    """The fingerprint of the tokenizer of a run's folder, a checkpoint or a Hugging Face folder;
+    None where it is not known (an older checkpoint, a .gguf file, no tokenizer.json).
+
+    Raises CheckpointError for a checkpoint that cannot be read.
+    """
+    path: Path | None = Path(model)
+    if checkpoint.is_run(path):
+        path = checkpoint.latest(path)
+    if path is None:
+        return None
+    if (path / checkpoint.STATE).is_file():
+        return checkpoint.read_state(path).get("extra", {}).get(TOKENIZER)
+    if not ((path / "config.json").is_file() and (path / "tokenizer.json").is_file()):
+        return None
+    try:
+        return Tokenizer.load(path).fingerprint
+    except DataError:  # one that Stepwell cannot use is nothing to compare with
+        return None
+
+
+def check_tokenizer(
+    model: str | Path, tokenizer: Tokenizer, name: str | Path | None = None
+) -> None:
+    """Raises ConfigError if the model at `model` is known to belong to another tokenizer.
+
+    name: where the tokenizer was read, for the message.
+    """
+    check_fingerprint(model, tokenizer.fingerprint, f"the tokenizer {name or 'given'}")
+
+
+def check_fingerprint(model: str | Path, fingerprint: str, what: str) -> None:
+    """`check_tokenizer` for whatever `what` names, e.g. a store that the tokenizer made."""
+    known = known_tokenizer(model)
+    if known is not None and known != fingerprint:
+        raise ConfigError(
+            f"{what} (fingerprint {fingerprint[:12]}) does not fit the model {model}, which was "
+            f"trained with another tokenizer (fingerprint {known[:12]}): its ids would mean other "
+            "tokens; take the tokenizer that the model was trained with"
+        )
