@@ -174,6 +174,7 @@ ENDINGS = {
     "fault": Command("fault", "", "tests.test_cli:fault"),
     "stopped": Command("stopped", "", "tests.test_cli:stopped"),
     "full": Command("full", "", "tests.test_cli:full"),
+    "refused": Command("refused", "", "tests.test_cli:refused"),
 }
 
 
@@ -190,6 +191,10 @@ def full(_arguments):
         file.write("x")
 
 
+def refused(arguments):
+    os.mkdir(arguments[0])
+
+
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setitem(COMMANDS, "fault", ENDINGS["fault"])
     with pytest.raises(KeyError):
@@ -202,10 +207,59 @@ def test_ctrl_c_exits_130(monkeypatch, capsys):
     assert capsys.readouterr().err == "stepwell: interrupted\n"
 
 
-def test_a_full_disk_is_named(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [(["--out", "a/b"], "a/b"), (["--dir=c"], "c"), ([], f"the disk of {os.getcwd()}")],
+)
+def test_a_full_disk_is_named(monkeypatch, capsys, words, where):
     monkeypatch.setitem(COMMANDS, "full", ENDINGS["full"])
-    assert main(["full"]) == 1
-    assert capsys.readouterr().err == "stepwell: No space left on device; free some space\n"
+    assert main(["full", *words]) == 1
+    message = f"stepwell: {where}: No space left on device; free some space\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_full_standard_output_is_named():
+    command = f"{sys.executable} -m stepwell.cli --help > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    message = "stepwell: standard output: No space left on device; free some space\n"
+    assert done.stderr == message
+
+
+def test_a_path_that_the_system_refuses_is_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(COMMANDS, "refused", ENDINGS["refused"])
+    (tmp_path / "file").write_text("")
+    long = str(tmp_path / ("x" * 300))
+    for path, reason in {
+        str(tmp_path / "file"): "File exists",
+        str(tmp_path / "file" / "below"): "Not a directory",
+        long: "File name too long",
+        "/proc/none": "",
+    }.items():
+        if path == "/proc/none":  # a path that is merely missing is no refusal
+            with pytest.raises(FileNotFoundError):
+                main(["refused", path])
+            continue
+        assert main(["refused", path]) == 1
+        assert capsys.readouterr().err == f"stepwell: {path}: {reason}\n"
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "x" * 300])
+@pytest.mark.parametrize(
+    "words",
+    ["curate docs.jsonl --filters none", "tokenizer train docs.jsonl --vocab-size 300"],
+)
+def test_a_bad_place_to_write_is_one_line(tmp_path, monkeypatch, capsys, words, out):
+    monkeypatch.chdir(tmp_path)
+    Path("docs.jsonl").write_text('{"text": "some words of text"}\n')
+    Path("file").write_text("mine")
+    assert main([*words.split(), "--out", out]) in (1, 3)
+    message = capsys.readouterr().err
+    assert message.startswith("stepwell: ")
+    assert message.count("\n") == 1
+    assert out in message
+    assert sorted(os.listdir()) == ["docs.jsonl", "file"]
+    assert Path("file").read_text() == "mine"
 
 
 def test_a_reader_that_leaves_is_no_crash():

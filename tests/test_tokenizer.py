@@ -143,3 +143,5 @@ def test_refusals(tmp_path):
         Tokenizer.train(TEXTS, 261)
     with pytest.raises(DataError, match="no text"):
         Tokenizer.train(["", ""], 300)
+    with pytest.raises(ConfigError, match="vocab_size=99999999999 exceeds the largest, 1048576"):
+        Tokenizer.train(TEXTS, 99_999_999_999)

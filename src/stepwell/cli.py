@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -70,14 +71,20 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
     ),
 }
+FULL = {errno.ENOSPC, errno.EDQUOT}
+# What a system says about a path that somebody named, and never because code of ours is wrong.
+REFUSALS = FULL | {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG,
+    errno.EEXIST, errno.ELOOP, errno.EFBIG, errno.EIO,
+}  # fmt: skip
 COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
-    A StepwellError becomes its message and its exit code; any other exception is a fault of ours
-    and keeps its traceback.
+    A StepwellError becomes its message and its exit code, and so does a path that the system
+    refuses; any other exception is a fault of ours and keeps its traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # OpenMP threads wait for each other by spinning for milliseconds; beside any other load that
@@ -98,11 +105,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in REFUSALS:
             raise
-        where = f" while writing {error.filename}" if error.filename else ""
-        print(f"stepwell: {error.strerror}{where}; free some space", file=sys.stderr)
+        where = _refused_path(error, arguments)
+        if where is None:
+            raise
+        advice = "; free some space" if error.errno in FULL else ""
+        print(f"stepwell: {where}: {error.strerror}{advice}", file=sys.stderr)
         return 1
+
+
+def _refused_path(error: OSError, arguments: Sequence[str]) -> str | None:
+    """What the system refused. A full disk is met in a write, which knows no name: then it is
+    standard output, or what the command was told to write."""
+    named = error.filename2 or error.filename
+    if isinstance(named, str | bytes):
+        return os.fsdecode(named)
+    if error.errno not in FULL:
+        return None
+    if _output_is_full():
+        # Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "standard output"
+    words = [part for word in arguments for part in word.split("=", 1)]
+    targets = [v for key, v in itertools.pairwise(words) if key in ("--out", "--dir")]
+    return targets[0] if targets else f"the disk of {os.getcwd()}"
+
+
+def _output_is_full() -> bool:
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError as error:
+        return error.errno in FULL
+    return False
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -421,6 +421,7 @@ class Run(Section):
         try:
             temporary.write_text(tomli_w.dumps(self.model_dump(exclude_none=True)), "utf-8")
             temporary.replace(path)
-        except OSError:
+        except OSError as error:
             temporary.unlink(missing_ok=True)
+            error.filename = error.filename or str(path)  # a full disk names no file
             raise

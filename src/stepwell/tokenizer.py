@@ -35,6 +35,7 @@ DEFAULT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
 NUM_BYTES = 256
+MAX_VOCAB = 1 << 20  # the trainer reserves memory for this many before it reads anything
 KNOWN_EOS = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[EOS]")
 TURN_ENDS = (END, "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|eom_id|>")
 
@@ -102,13 +103,19 @@ class Tokenizer:
 
         specials: `<|pad|>` and `<|eos|>` must be among them. The vocabulary comes out smaller than
         `vocab_size` when the texts hold fewer pairs that occur twice.
-        Raises ConfigError for a vocabulary too small for the bytes, DataError for no text.
+        Raises ConfigError for a vocabulary too small for the bytes or above MAX_VOCAB, DataError
+        for no text.
         """
         smallest = NUM_BYTES + len(specials)
         if vocab_size < smallest:
             raise ConfigError(
                 f"vocab_size={vocab_size} cannot hold {NUM_BYTES} bytes and {len(specials)} "
                 f"special tokens; the smallest is {smallest}"
+            )
+        if vocab_size > MAX_VOCAB:
+            raise ConfigError(
+                f"vocab_size={vocab_size} exceeds the largest, {MAX_VOCAB}; vocabularies have "
+                "256 thousand ids at most in practice"
             )
         missing = {PAD, EOS} - set(specials)
         if missing:
@@ -135,9 +142,12 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json`, which Transformers' `AutoTokenizer`
-        reads too. Each file is whole or absent."""
+        reads too. Each file is whole or absent. Raises DataError when the disk refuses."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"cannot write the tokenizer {folder}: {error.strerror}") from error
         config = self._config | {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": self.eos_token,

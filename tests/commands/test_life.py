@@ -126,6 +126,8 @@ def test_eval_scores_texts_choices_and_answers(life, capsys):
         ("curate nowhere --out y", 3, "there is no input 'nowhere'"),
         ("tokenizer trian x", 2, "did you mean 'train'?"),
         ("tokenizer encode clean --tokenizer tokenizer --out store", 3, "store exists already"),
+        ("tokenizer train clean --vocab-size 512 --out tokenizer", 3, "give --overwrite"),
+        ("tokenizer train clean --vocab-size 999999999999 --out y", 2, "the largest, 1048576"),
         ("report clean", 3, "clean"),
     ],
 )
@@ -163,3 +165,12 @@ def test_report_writes_a_page(life, capsys):
     page = Path(run(capsys, "report", "rewarded").strip())
     assert page == Path("rewarded/report.html")
     assert "<html" in page.read_text("utf-8")
+
+
+def test_a_smaller_vocabulary_than_asked_for_is_said(life, capsys):
+    words = ["tokenizer", "train", "clean", "--vocab-size", "9000", "--out", "big"]
+    out = run(capsys, *words)
+    assert "of the 9,000 asked for: the text gives no more merges" in out
+    before = (life / "big" / "tokenizer.json").read_text()
+    assert run(capsys, *words, "--overwrite") == out
+    assert (life / "big" / "tokenizer.json").read_text() == before

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
 from stepwell.commands.inputs import parse_options, read_documents, shown
-from stepwell.types import ConfigError, Document, nearest
+from stepwell.types import ConfigError, DataError, Document, nearest
 
 if TYPE_CHECKING:
     from stepwell.data.store import TokenStore
@@ -33,6 +35,9 @@ class Train:
     out: str
     """The folder to write."""
     vocab_size: int = 4096
+    """How many ids there may be; fewer come out of a short text."""
+    overwrite: bool = False
+    """Replace an earlier tokenizer."""
     text_column: str = "text"
     """The column that holds the text."""
     json: bool = False
@@ -70,6 +75,7 @@ def train(argv: Sequence[str]) -> int:
     options = parse_options("tokenizer train", Train, argv)
     from stepwell.tokenizer import Tokenizer
 
+    check_place(options.out, options.overwrite)
     documents = shown(read_documents(options.inputs, options.text_column), "documents")
     texts = (item.text for item in documents if isinstance(item, Document))
     tokenizer = Tokenizer.train(texts, options.vocab_size)
@@ -78,8 +84,32 @@ def train(argv: Sequence[str]) -> int:
         result = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
         print(json.dumps({"folder": options.out, **result}))
     else:
-        print(f"a vocabulary of {tokenizer.vocab_size:,}: {options.out}")
+        print(_vocabulary_text(tokenizer.vocab_size, options.vocab_size, options.out))
     return 0
+
+
+def check_place(out: str, overwrite: bool) -> None:
+    """Raises DataError, before any work, where a tokenizer is already or can't be written."""
+    folder = Path(out)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise DataError(f"{folder} is a file; name a folder for the tokenizer")
+        if (folder / "tokenizer.json").exists() and not overwrite:
+            raise DataError(
+                f"{folder} holds a tokenizer already; choose another folder, or give --overwrite"
+            )
+        there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise DataError(f"cannot write {folder}: {error.strerror}") from error
+
+
+def _vocabulary_text(num_ids: int, wanted: int, folder: str) -> str:
+    text = f"a vocabulary of {num_ids:,}: {folder}"
+    if num_ids < wanted:
+        text += f"\n  {num_ids:,} of the {wanted:,} asked for: the text gives no more merges"
+    return text
 
 
 def encode(argv: Sequence[str]) -> int:

@@ -27,9 +27,9 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def begin_folder(target: Path) -> Path:
-    if target.exists():
-        raise DataError(f"{target} exists already; remove it or choose another name")
     with clean_disk_errors(target):
+        if target.exists():
+            raise DataError(f"{target} exists already; remove it or choose another name")
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target)
         temporary = temporary_name(target)
@@ -45,13 +45,23 @@ def finish_folder(temporary: Path, target: Path) -> None:
 
 @contextmanager
 def clean_disk_errors(target: Path) -> Iterator[None]:
-    """Turns an OSError (a full disk, no permission) into a DataError that names the target."""
+    """Turns an OSError (a full disk, no permission) into a DataError that names the target. One
+    that names a path elsewhere, such as an input that can't be read, is left as it is."""
     try:
         yield
     except OSError as error:
+        if isinstance(error.filename, str) and not _concerns(Path(error.filename), target):
+            raise
         raise DataError(
             f"cannot write {target}: {error.strerror or error}; nothing was kept of it"
         ) from error
+
+
+def _concerns(path: Path, target: Path) -> bool:
+    """Whether `path` is the target, a folder it lies in, or of its temporary folder."""
+    target, path = target.absolute(), path.absolute()
+    temporary = temporary_name(target)
+    return path in (target, *target.parents) or temporary in (path, *path.parents)
 
 
 def temporary_name(target: Path) -> Path:
