@@ -157,7 +157,10 @@ def test_an_error_of_the_user_has_no_traceback(tmp_path):
     done = stepwell("pretrain", "--train.steps", "0")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert "stepwell: the command line is not valid:\n  train.steps = '0'" in done.stderr
+    assert (
+        "stepwell: the command line is not valid:\n  train.steps = 0: must be above 0"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr
     done = stepwell("pretrain", "--resume", "--dir", str(tmp_path / "run"))
     assert done.returncode == 4

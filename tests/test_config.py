@@ -50,7 +50,7 @@ runs = st.fixed_dictionaries(
         "model": st.fixed_dictionaries(
             {},
             optional={
-                "vocab_size": positive,
+                "vocab_size": st.integers(1, 2**24),
                 "norm_eps": floats,
                 "rope_scaling": st.fixed_dictionaries({}, optional={"factor": st.floats(1, 64)}),
                 "init": texts,
@@ -184,17 +184,64 @@ def test_every_key_with_a_typing_slip_is_found_again():
         assert f"unknown key {slip!r} (did you mean '" in message
 
 
+def test_no_number_and_no_flag_takes_another_type():
+    """true is no number, text is neither, a number is no flag: for every key of a run."""
+    seen = set()
+    for method in (Pretrain(), SFT(), GRPO()):
+        for key, field in dotted_keys(Run):
+            name = key.rpartition(".")[2]
+            if key.startswith("method.") and name not in type(method).model_fields:
+                continue
+            allowed = str(field.annotation)
+            is_flag, is_number = "bool" in allowed, "int" in allowed or "float" in allowed
+            values = {"method": {"kind": method.kind}}
+            for wrong in [1, "true"] if is_flag else [True, "1"] if is_number else []:
+                *parents, _ = key.split(".")
+                table = values
+                for parent in parents:
+                    table = table.setdefault(parent, {})
+                table[name] = wrong
+                assert f"{key} = {wrong!r}: must be " in refusal(values)
+                del table[name]
+                seen.add(key)
+    assert {"layout.compile", "optim.lr", "train.steps", "method.group_size"} <= seen
+    assert len(seen) > 50
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, grpo"),
         ({"method": {"kind": "grop"}}, "did you mean 'grpo'?"),
         ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft, grpo"),
-        ({"train": {"steps": 0}}, "train.steps = 0: Input should be greater than 0"),
-        ({"train": {"steps": "ten"}}, "train.steps = 'ten'"),
-        ({"optim": {"lr": float("nan")}}, "optim.lr = nan: Input should be a finite number"),
+        (
+            {"train": {"steps": 0}},
+            "train.steps = 0: must be above 0; the nearest legal value is 1 (the default is 1000)",
+        ),
+        ({"train": {"steps": "ten"}}, "train.steps = 'ten': must be a whole number"),
+        ({"train": {"steps": "10"}}, "train.steps = '10': must be a whole number"),
+        ({"train": {"steps": True}}, "train.steps = True: must be a whole number"),
+        ({"train": {"steps": 2.4}}, "train.steps = 2.4: must be a whole number; the nearest is 2"),
+        ({"train": {"steps": None}}, "train.steps = None: must be a whole number"),
+        ({"optim": {"lr": True}}, "optim.lr = True: must be a number (the default is 0.001)"),
+        ({"optim": {"lr": "3e-4"}}, "optim.lr = '3e-4': must be a number"),
+        ({"optim": {"lr": -1}}, "optim.lr = -1: must be above 0 (the default is 0.001)"),
+        ({"optim": {"beta2": 1}}, "optim.beta2 = 1: must be below 1 (the default is 0.95)"),
+        ({"method": {"kind": "sft", "epochs": True}}, "method.epochs = True: must be a number"),
+        ({"data": {"sources": [{"path": "x", "weight": True}]}}, "weight = True: must be a number"),
+        ({"model": {"sliding_window": False}}, "sliding_window = False: must be a whole number"),
+        ({"layout": {"compile": 1}}, "layout.compile = 1: must be true or false"),
+        ({"layout": {"compile": "yes"}}, "layout.compile = 'yes': must be true or false"),
+        ({"name": 3}, "name = 3: must be text"),
+        ({"train": {"seed": -1}}, "must be at least 0; that is the nearest legal value"),
+        ({"method": {"kind": "grpo", "clip_low": 2}}, "method.clip_low = 2: must be at most 1"),
+        ({"model": {"vocab_size": 10**11}}, "must be at most 16777216"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr = nan: must be a finite number"),
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf"),
-        ({"optim": {"kind": "adam"}}, "optim.kind = 'adam': Input should be 'adamw' or 'muon'"),
+        (
+            {"optim": {"kind": "adam"}},
+            "optim.kind = 'adam': must be one of adamw, muon (did you mean 'adamw'?)",
+        ),
         ({"data": {"sources": [{}]}}, "data.sources.0.path is missing"),
     ],
 )

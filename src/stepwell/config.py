@@ -18,18 +18,22 @@ from pydantic import Field, ValidationError, model_validator
 from stepwell.schema import Section, assign, explain
 from stepwell.types import ConfigError
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+# Strict: pydantic would otherwise take true for 1, "7" for 7 and 1 for true.
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Dimension = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]
+NonNegative = Annotated[int, Field(strict=True, ge=0)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 
 class RopeScaling(Section):
     """Llama 3's frequency-dependent stretch (Llama 3 herd, 2407.21783, and its released config)."""
 
     kind: Literal["llama3"] = "llama3"
-    factor: Annotated[float, Field(ge=1)] = 8.0
-    low_freq_factor: Annotated[float, Field(gt=0)] = 1.0
-    high_freq_factor: Annotated[float, Field(gt=0)] = 4.0
+    factor: Annotated[float, Field(strict=True, ge=1)] = 8.0
+    low_freq_factor: Annotated[float, Field(strict=True, gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Field(strict=True, gt=0)] = 4.0
     original_max_seq_len: Positive = 8192
 
     @model_validator(mode="after")
@@ -51,22 +55,22 @@ class ModelConfig(Section):
     """
 
     family: Literal["llama", "qwen2", "qwen3", "mistral"] = "llama"
-    vocab_size: Positive = 4096
-    num_layers: Positive = 6
-    d_model: Positive = 256
-    num_heads: Positive = 4
-    num_kv_heads: Positive = 2
-    head_dim: Positive = 64
-    d_ff: Positive = 704
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    vocab_size: Dimension = 4096
+    num_layers: Dimension = 6
+    d_model: Dimension = 256
+    num_heads: Dimension = 4
+    num_kv_heads: Dimension = 2
+    head_dim: Dimension = 64
+    d_ff: Dimension = 704
+    norm_eps: Annotated[float, Field(strict=True, gt=0)] = 1e-5
+    rope_theta: Annotated[float, Field(strict=True, gt=0)] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    tied: bool = True
+    qk_norm: Flag = False
+    qkv_bias: Flag = False
+    tied: Flag = True
     sliding_window: Positive | None = None
     max_seq_len: Positive = 2048
-    init_std: Annotated[float, Field(gt=0)] = 0.02
+    init_std: Annotated[float, Field(strict=True, gt=0)] = 0.02
     init: str | None = None
 
     @model_validator(mode="after")
@@ -107,10 +111,10 @@ class LayoutConfig(Section):
     """How the ranks are arranged. -1 for dp_shard: all ranks that remain."""
 
     dp_replicate: Positive = 1
-    dp_shard: int = -1
-    reshard_after_forward: bool = True
-    compile: bool = False
-    deterministic: bool = False
+    dp_shard: Whole = -1
+    reshard_after_forward: Flag = True
+    compile: Flag = False
+    deterministic: Flag = False
 
     @model_validator(mode="after")
     def _rules(self) -> LayoutConfig:
@@ -134,7 +138,7 @@ class SourceConfig(Section):
     """A token store and its share of the samples."""
 
     path: str
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(strict=True, gt=0)] = 1.0
 
 
 class DataConfig(Section):
@@ -154,8 +158,8 @@ class DataConfig(Section):
     heldout_path: str | None = None
     tokenizer: str | None = None
     seq_len: Positive = 512
-    document_mask: bool = True
-    shuffle: bool = True
+    document_mask: Flag = True
+    shuffle: Flag = True
 
 
 class ScheduleConfig(Section):
@@ -180,13 +184,13 @@ class OptimConfig(Section):
     """
 
     kind: Literal["adamw", "muon"] = "adamw"
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    muon_lr: Annotated[float, Field(gt=0)] = 2e-2
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    lr: Annotated[float, Field(strict=True, gt=0)] = 1e-3
+    muon_lr: Annotated[float, Field(strict=True, gt=0)] = 2e-2
+    beta1: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(strict=True, gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(strict=True, ge=0)] = 0.1
+    clip_norm: Annotated[float, Field(strict=True, ge=0)] = 1.0
     schedule: ScheduleConfig = ScheduleConfig()
 
 
@@ -194,7 +198,7 @@ class GuardConfig(Section):
     """A step whose loss or gradient norm is non-finite, or whose norm exceeds spike_factor times
     the running median of the last `window` good steps, changes nothing."""
 
-    spike_factor: Annotated[float, Field(gt=1)] = 20.0
+    spike_factor: Annotated[float, Field(strict=True, gt=1)] = 20.0
     window: Positive = 64
     min_history: Positive = 16
     max_skips_in_a_row: Positive = 5
@@ -217,7 +221,7 @@ class CheckpointConfig(Section):
     every_steps: Positive = 200
     keep_last: Positive = 2
     keep_best: NonNegative = 0
-    asynchronous: bool = True
+    asynchronous: Flag = True
     branch_from: str | None = None
 
 
@@ -228,8 +232,8 @@ class LossConfig(Section):
 
     chunk_tokens: Positive = 1024
     keep_logits: Literal["auto", "always", "never"] = "auto"
-    z_loss: Annotated[float, Field(ge=0)] = 0.0
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    z_loss: Annotated[float, Field(strict=True, ge=0)] = 0.0
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
 
 
 class Pretrain(Section):
@@ -240,7 +244,7 @@ class SFT(Section):
     """epochs bounds the run together with train.steps: whichever ends first (None: steps only)."""
 
     kind: Literal["sft"] = "sft"
-    epochs: Annotated[float, Field(gt=0)] | None = None
+    epochs: Annotated[float, Field(strict=True, gt=0)] | None = None
     max_rows: Positive | None = None
 
 
@@ -252,13 +256,13 @@ class GRPO(Section):
 
     kind: Literal["grpo"] = "grpo"
     prompts_per_step: Positive = 16
-    group_size: Annotated[int, Field(ge=2)] = 8
+    group_size: Annotated[int, Field(strict=True, ge=2)] = 8
     max_new_tokens: Positive = 64
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(strict=True, gt=0)] = 1.0
     advantage: Literal["std", "none"] = "std"
     aggregate: Literal["token", "sequence"] = "token"
     clip_low: Fraction = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    clip_high: Annotated[float, Field(strict=True, gt=0)] = 0.28
     updates_per_rollout: Positive = 1
     verifier: str = "exact"
 
@@ -281,7 +285,7 @@ class TrainConfig(Section):
 
 
 class LogConfig(Section):
-    tensorboard: bool = False
+    tensorboard: Flag = False
     wandb_project: str | None = None
 
 

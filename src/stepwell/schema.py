@@ -8,12 +8,16 @@ from __future__ import annotations
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from stepwell.types import ConfigError, nearest
+
+
+WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+BOOLEANS = {"true": True, "false": False}
 
 
 class Section(BaseModel):
@@ -49,8 +53,8 @@ def assign(
 ) -> dict[str, Any]:
     """`values` with each dotted key of `overrides` set; a number in a key counts into a list.
 
-    Text stands for what the key holds: `none` for nothing where that is allowed, TOML where the
-    key holds a list or table. Raises ConfigError for a key that runs through a plain value.
+    Text stands for what the key holds: `none` for nothing where that is allowed, a number, true or
+    false, and TOML where the key holds a list or table. Raises ConfigError for a key that runs through a plain value.
     """
     result = _copy(values)
     for key, value in overrides.items():
@@ -91,8 +95,48 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
             case "missing":
                 lines.append(f"  {key} is missing")
             case _:
-                lines.append(f"  {key} = {_short(item['input'])}: {item['msg']}")
+                rule = _rule(item, sections) + _default(model, item["loc"])
+                lines.append(f"  {key} = {_short(item['input'])}: {rule}")
     return "\n".join(lines)
+
+
+def _rule(item: Mapping[str, Any], allowed: list[Any]) -> str:
+    """What pydantic says, in words of ours, with the nearest legal value."""
+    context, value = item.get("ctx", {}), item["input"]
+    match item["type"]:
+        case "greater_than":
+            bound = context["gt"]
+            near = f"; the nearest legal value is {bound + 1:g}" if int in allowed else ""
+            return f"must be above {bound:g}{near}"
+        case "less_than":
+            bound = context["lt"]
+            near = f"; the nearest legal value is {bound - 1:g}" if int in allowed else ""
+            return f"must be below {bound:g}{near}"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']}; that is the nearest legal value"
+        case "less_than_equal":
+            return f"must be at most {context['le']}; that is the nearest legal value"
+        case "literal_error":
+            options = [o for a in allowed if get_origin(a) is Literal for o in get_args(a)]
+            return f"must be one of {', '.join(options)}{nearest(str(value), options)}"
+        case "int_type" if isinstance(value, float):
+            return f"must be a whole number; the nearest is {round(value)}"
+        case "finite_number":
+            return "must be a finite number"
+        case "string_type":
+            return "must be text"
+        case "int_type" | "float_type" | "bool_type":
+            return f"must be {next(WORDS[a] for a in allowed if a in WORDS)}"
+    return item["msg"]
+
+
+def _default(model: type[BaseModel], location: tuple[Any, ...]) -> str:
+    """What the key is when it is left out, for a number."""
+    _, sections = _walk(model, location[:-1])
+    fields = [s.model_fields.get(location[-1]) for s in sections if _is_section(s)]
+    default = next((f.default for f in fields if f is not None), None)
+    is_number = isinstance(default, int | float) and not isinstance(default, bool)
+    return f" (the default is {default})" if is_number else ""
 
 
 def _nearest_key(model: type[BaseModel], parts: list[str]) -> str:
@@ -158,7 +202,7 @@ def _from_text(model: type[BaseModel], key: str, text: str) -> Any:
         return None
     tables = any(_is_section(a) or get_origin(a) is tuple for a in allowed)
     if not tables:
-        return text
+        return _plain(text, allowed)
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
@@ -166,6 +210,18 @@ def _from_text(model: type[BaseModel], key: str, text: str) -> Any:
             f"{key} = {text!r} holds a list or table and is written as TOML, "
             f"""e.g. '[{{path = "data/train"}}]': {error}"""
         ) from error
+
+
+def _plain(text: str, allowed: list[Any]) -> Any:
+    """The number, true or false that `text` says; text that says none is left for the message."""
+    if bool in allowed:
+        return BOOLEANS.get(text.lower(), text)
+    for kind in [k for k in (int, float) if k in allowed]:
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _entry(table: Any, name: str, key: str, path: str) -> Any:
