@@ -23,6 +23,8 @@ from stepwell.metrics import read_lines
 from stepwell.models.flops import parameter_shapes
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.checkpoint import latest, load_weights
+from stepwell.train.engine import Engine
+from stepwell.train.weights import TOKENIZER
 from tests.parallel.ranks import FORKSERVER
 
 # What depends on the clock; everything else in metrics.jsonl must repeat itself.
@@ -62,11 +64,12 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def make_world(folder: Path) -> Path:
-    """Stores `store`, `best` and `heldout`; `tokenizer`; `chat.jsonl`, `heldout.jsonl` and
-    `problems.jsonl`."""
+    """Stores `store`, `best` and `heldout`; `tokenizer`; the untrained model `base`; `chat.jsonl`,
+    `heldout.jsonl` and `problems.jsonl`."""
     sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
     tokenizer = Tokenizer.train([f"{a}+{b}={a + b} is the sum" for a, b in sums], 320)
     tokenizer.save(folder / "tokenizer")
+    Engine(Run.parse({}, MODEL)).save(folder / "base", {TOKENIZER: tokenizer.fingerprint}).wait()
     for seed, name in enumerate(("store", "best", "heldout")):
         write_store(folder / name, seed, fingerprint=tokenizer.fingerprint)
     chats = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums]
@@ -80,8 +83,9 @@ def settings(method: str, folder: str, **more: Any) -> dict[str, Any]:
     """Dotted keys of a tiny run of `method` in `folder`; paths are within a world."""
     data = {
         "pretrain": {"data.sources": '[{path = "store"}]'},
-        "sft": {"data.path": "chat.jsonl", "data.tokenizer": "tokenizer"},
+        "sft": {"model.init": "base", "data.path": "chat.jsonl", "data.tokenizer": "tokenizer"},
         "grpo": {
+            "model.init": "base",
             "data.path": "problems.jsonl",
             "data.tokenizer": "tokenizer",
             "method.prompts_per_step": 2,

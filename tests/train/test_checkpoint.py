@@ -204,7 +204,7 @@ def test_every_rank_learns_of_damage_that_one_found(tmp_path):
 
 def test_damage_names_another_checkpoint_and_the_way_to_it(tmp_path):
     folders = [_save(step_folder(tmp_path, step), ONE) for step in (2, 4, 6)]
-    (folders[2] / "state.json").write_text("{}")
+    (folders[2] / "state.json").write_text("{")
     with pytest.raises(CheckpointError) as error:
         verify(folders[2], ONE)
     assert f"the newest other complete checkpoint is {folders[1]}" in str(error.value)

@@ -92,7 +92,7 @@ def test_state_round_trips_through_json():
 
 
 def test_steps_without_a_gradient_are_fine_and_measure_nothing():
-    """Rollouts of dead groups have a norm of exactly zero, most of them where rewards are sparse."""
+    """Rollouts of dead groups have a norm of exactly zero."""
     guard = _fed([1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 3.0, *[0.0] * 9, 2.5])
     assert list(guard.good_norms) == [1.0, 2.0, 3.0, 2.5]
     assert not guard.judge(1.0, 9.1).ok

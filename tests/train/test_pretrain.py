@@ -95,6 +95,7 @@ def test_another_runs_folder_is_refused_naming_the_keys(world, capsys):
     message = capsys.readouterr().err
     assert "other settings (checkpoint.branch_from, optim.lr, train.seed)" in message
     assert "--fresh" in message
+    assert "checkpoint.branch_from='mine'" in message
     assert Run.load("mine/run.toml").optim.lr == 0.01
     free = {**first, "checkpoint.every_steps": 3, "train.micro_batch_rows": 4, "name": "new"}
     assert main(words("pretrain", free)) == 0
@@ -231,6 +232,12 @@ def test_sources_that_cannot_be_are_refused(world):
     )
     with pytest.raises(DataError, match="foreign was made with another tokenizer"):
         open_stores(foreign, foreign.data.heldout)
+    named = {"data.tokenizer": "tokenizer", "data.sources": '[{path = "foreign"}]'}
+    with pytest.raises(DataError, match=r"foreign was made .* 0{12}\) than data\.tokenizer='tok"):
+        pretrain(Run.parse({}, settings("pretrain", "refused", **named)))
+    started = {"model.init": "base", "data.sources": '[{path = "foreign"}]'}
+    with pytest.raises(ConfigError, match="the store foreign .* does not fit the model base"):
+        pretrain(Run.parse({}, settings("pretrain", "refused", **started)))
     small = Run.parse({}, {**settings("pretrain", "refused"), "model.vocab_size": 300})
     with pytest.raises(DataError, match=r"store has 320 ids, but model\.vocab_size=300"):
         pretrain(small)

@@ -199,6 +199,24 @@ def latest(run_dir: str | Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
+def of_run_or_itself(path: str | Path, key: str) -> Path:
+    """The last checkpoint of a run's folder, or the checkpoint that `path` itself is.
+
+    key: the setting that named it. Raises CheckpointError for anything else.
+    """
+    if is_run(path):
+        found = latest(path)
+        if found is None:
+            raise CheckpointError(f"{key}={str(path)!r} is a run without a finished checkpoint")
+        return found
+    if not any((Path(path) / name).is_file() for name in (STATE, MANIFEST)):
+        raise CheckpointError(
+            f"{key}={str(path)!r} is no checkpoint: give a run's folder (its last checkpoint), or "
+            f"a checkpoint's folder (with {MANIFEST})"
+        )
+    return Path(path)
+
+
 def prune(
     run_dir: str | Path,
     keep_last: int,

@@ -10,10 +10,12 @@ from stepwell.config import Run, SourceConfig
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State, pretrain_stream
 from stepwell.data.store import TokenStore
+from stepwell.tokenizer import Tokenizer
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.optim import phase
 from stepwell.train.session import Session, open_session
+from stepwell.train.weights import check_fingerprint
 from stepwell.types import ConfigError, DataError
 
 
@@ -22,14 +24,15 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
 
     In the decay phase of a WSD schedule `data.decay_sources` replaces `data.sources`.
     weights: (global name, full tensor) to start from; None: `model.init`.
-    Raises ConfigError without sources, DataError for stores that don't fit each other or the
-    model.
+    Raises ConfigError without sources, DataError for stores that don't fit each other, the
+    tokenizer or the model.
     """
     if not run.data.sources:
         raise ConfigError("data.sources is empty; pretraining needs at least one token store")
     loss = cross_entropy(run.loss)
+    given = Tokenizer.load(run.data.tokenizer).fingerprint if run.data.tokenizer else None
     stores = {
-        name: open_stores(run, getattr(run.data, name))
+        name: open_stores(run, getattr(run.data, name), given)
         for name in ("sources", "decay_sources", "heldout")
     }
     heldout = None
@@ -38,7 +41,11 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
         heldout = heldout_windows(
             stores["heldout"], data.seq_len, run.train.eval_rows, data.document_mask
         )
-    with open_session(run, weights) as session:
+    first = stores["sources"][0][0]
+    fingerprint = first.manifest["tokenizer"]
+    if run.model.init is not None:
+        check_fingerprint(run.model.init, fingerprint, f"the store {first.folder}")
+    with open_session(run, weights, tokenizer=fingerprint) as session:
         states = dict(session.extra or {})
         name = stream_name(run, session.engine.step)
         stream = open_stream(session, stores[name], states.get(name))
@@ -68,7 +75,7 @@ def stream_name(run: Run, step: int) -> str:
 def open_stores(
     run: Run, sources: Sequence[SourceConfig], fingerprint: str | None = None
 ) -> list[tuple[TokenStore, float]]:
-    """Stores with their weights. fingerprint: of the tokenizer; None: that of the run's first
+    """Stores with their weights. fingerprint: of `data.tokenizer`; None: that of the run's first
     store.
 
     Raises DataError for a store of another tokenizer, or with ids that the model has not.
@@ -82,10 +89,11 @@ def open_stores(
             )
         first = fingerprint or TokenStore.open(run.data.sources[0].path).manifest["tokenizer"]
         if store.manifest["tokenizer"] != first:
+            wanted = f"data.tokenizer={run.data.tokenizer!r}" if fingerprint else "the rest"
             raise DataError(
                 f"the store {store.folder} was made with another tokenizer (fingerprint "
-                f"{store.manifest['tokenizer'][:12]}) than the rest ({first[:12]}); tokenise its "
-                "text again"
+                f"{store.manifest['tokenizer'][:12]}) than {wanted} ({first[:12]}); tokenise its "
+                f"text again{', or name the tokenizer that made it' if fingerprint else ''}"
             )
     return stores
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
-from stepwell.metrics import RunLog
+from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog
 from stepwell.models.flops import attended_seq_len, flops_per_token
 from stepwell.parallel.mesh import (
     Mesh,
@@ -29,8 +29,11 @@ from stepwell.parallel.mesh import (
 )
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats, StepInfo
-from stepwell.train.weights import initial_weights
-from stepwell.types import ConfigError, Interrupted
+from stepwell.train.lock import folder_lock
+from stepwell.train.weights import TOKENIZER, initial_weights
+from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
+
+Result = TypeVar("Result")
 
 # What may change between a run and its continuation without changing what is computed.
 FREE_SECTIONS = ("name", "dir", "log", "layout")
@@ -47,16 +50,25 @@ FREE_KEYS = (
 
 # What a checkpoint's `extra` holds besides the loop's own.
 METRICS, METHOD = "metrics", "method"
+RECIPE = "run.toml"
 
 
 class Session:
     """An engine in a run's folder.
 
     extra: what the loop saved with the last checkpoint (its data position), None at the start.
+    tokenizer: the fingerprint that checkpoints carry.
     """
 
-    def __init__(self, run: Run, engine: Engine, log: RunLog, extra: dict[str, Any] | None):
-        self.run, self.engine, self.log = run, engine, log
+    def __init__(
+        self,
+        run: Run,
+        engine: Engine,
+        log: RunLog,
+        extra: dict[str, Any] | None,
+        tokenizer: str | None = None,
+    ):
+        self.run, self.engine, self.log, self.tokenizer = run, engine, log, tokenizer
         self.dir = Path(run.dir)
         self.extra = extra
         self.signalled: int | None = None
@@ -153,6 +165,8 @@ class Session:
         step = self.engine.step
         evaluated, metrics = self._evaluation
         extra = {**extra, METHOD: self.run.method.kind}
+        if self.tokenizer is not None:
+            extra[TOKENIZER] = self.tokenizer
         if evaluated == step:
             extra[METRICS] = metrics
         self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
@@ -176,67 +190,124 @@ def open_session(
     weights: Iterable[tuple[str, Tensor]] | None = None,
     console: bool = True,
     mesh: Mesh | None = None,
+    tokenizer: str | None = None,
+    held: bool = False,
 ) -> Iterator[Session]:
     """Starts the run, or goes on from its last checkpoint. The first SIGINT or SIGTERM lets the
     step end and saves; a second one stops at once.
 
     weights: (global name, full tensor) to start from, by default those of `model.init` or drawn
     from the seed; a run that goes on does not read them.
+    tokenizer: the fingerprint of the one that made the data.
+    held: the caller holds the folder already (`hold_folder`).
 
-    Raises ConfigError if the folder holds a different run.
+    Raises ConfigError if the folder holds a different run or another process runs there; a start
+    that fails leaves no run behind.
     """
     mesh = mesh or join(run)
-    folder = Path(run.dir)
-    latest = broadcast_object(checkpoint.latest(folder) if mesh.is_main else None, mesh)
-    if mesh.is_main:
-        claim_folder(run, resuming=latest is not None)
-        checkpoint.remove_leftovers(folder)
-    barrier(mesh)
-    start = latest or run.checkpoint.branch_from
+    with nullcontext() if held else hold_folder(run.dir, mesh):
+        latest = on_main(lambda: check_folder(run), mesh)
+        engine, extra, start = _started(run, weights, mesh, latest, tokenizer)
+        log = _open_log(run, engine, console)
+        session = Session(run, engine, log, extra, tokenizer)
+        first = engine.step
+        if extra is not None and not session.finished:
+            log.event("resume", engine.step, checkpoint=str(start))
+
+        def on_signal(number: int, _frame: Any) -> None:
+            if session.signalled is not None:
+                raise KeyboardInterrupt
+            session.signalled = number
+
+        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        failed = False
+        try:
+            yield session
+            session.wait()
+        except (ConfigError, DataError, CheckpointError):
+            failed = True
+            raise
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            log.close()
+            if failed and mesh.is_main and latest is None and engine.step == first:
+                for name in (RECIPE, METRICS_FILE, EVENTS_FILE):
+                    (session.dir / name).unlink(missing_ok=True)
+
+
+def _started(
+    run: Run,
+    weights: Iterable[tuple[str, Tensor]] | None,
+    mesh: Mesh,
+    latest: Path | None,
+    tokenizer: str | None,
+) -> tuple[Engine, dict[str, Any] | None, Path | None]:
+    """The engine, what the loop had saved, and the checkpoint that both came from."""
+    branch = run.checkpoint.branch_from
+    start = latest
+    if start is None and branch is not None:
+        start = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
     if start is None and weights is None:
         weights = initial_weights(run.model)
     engine = Engine(run, None if start else weights, mesh)
-    extra = None
-    if latest is not None:
-        extra = engine.load(latest)
-    elif run.checkpoint.branch_from:
-        extra = engine.load(run.checkpoint.branch_from, branch=True)
-    if extra is not None:
-        extra.pop(METRICS, None)
-        found = extra.pop(METHOD, run.method.kind)
-        if found != run.method.kind:
-            raise ConfigError(
-                f"checkpoint.branch_from={run.checkpoint.branch_from!r} is of a {found} run, and a "
-                "branch takes up its place in the data too; to start from its weights alone, set "
-                "model.init to it"
-            )
-    log = RunLog(
-        folder,
+    if start is None:
+        return engine, None, None
+    extra = engine.load(start, branch=latest is None)
+    extra.pop(METRICS, None)
+    found = extra.pop(METHOD, run.method.kind)
+    if found != run.method.kind:
+        raise ConfigError(
+            f"checkpoint.branch_from={branch!r} is of a {found} run, and a "
+            "branch takes up its place in the data too; to start from its weights alone, set "
+            "model.init to it"
+        )
+    known = extra.pop(TOKENIZER, tokenizer)
+    if None not in (known, tokenizer) and known != tokenizer:
+        raise ConfigError(
+            f"the tokenizer (fingerprint {str(tokenizer)[:12]}) is not the one that the run was "
+            f"trained with up to {start} (fingerprint {str(known)[:12]}); give that one back, or "
+            "choose another dir"
+        )
+    return engine, extra, start
+
+
+def _open_log(run: Run, engine: Engine, console: bool) -> RunLog:
+    """Writes run.toml, and opens the log."""
+    if engine.mesh.is_main:
+        run.save(Path(run.dir) / RECIPE)
+    return RunLog(
+        Path(run.dir),
         run.log,
-        rank=mesh.rank,
+        rank=engine.mesh.rank,
         last_step=engine.step,
         num_steps=run.train.steps,
         name=run.name,
         console=console,
         settings=run.model_dump(),
     )
-    session = Session(run, engine, log, extra)
-    if extra is not None and not session.finished:
-        log.event("resume", engine.step, checkpoint=str(start))
 
-    def on_signal(number: int, _frame: Any) -> None:
-        if session.signalled is not None:
-            raise KeyboardInterrupt
-        session.signalled = number
 
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield session
-        session.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        log.close()
+@contextmanager
+def hold_folder(folder: str | Path, mesh: Mesh) -> Iterator[None]:
+    """`folder_lock` by rank 0, for all ranks; all raise its errors."""
+    with ExitStack() as stack:
+        on_main(lambda: stack.enter_context(folder_lock(folder)), mesh)
+        yield
+
+
+def on_main(work: Callable[[], Result], mesh: Mesh) -> Result:
+    """What rank 0 finds, on every rank; its StepwellError is raised on every rank."""
+    result, error = None, None
+    if mesh.is_main:
+        try:
+            result = work()
+        except StepwellError as failure:
+            error = failure
+    result, error = broadcast_object((result, error), mesh)
+    if error is not None:
+        raise error
+    return result
 
 
 def join(run: Run) -> Mesh:
@@ -244,17 +315,33 @@ def join(run: Run) -> Mesh:
     return init_distributed(run.layout, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def claim_folder(run: Run, resuming: bool) -> None:
-    """Writes run.toml; refuses a folder whose checkpoints belong to a different run."""
-    path = Path(run.dir) / "run.toml"
-    if path.exists() and resuming:
+def check_folder(run: Run) -> Path | None:
+    """The last checkpoint in the run's folder, which a killed process's leftovers are cleared from.
+    Refuses a folder whose checkpoints belong to a different run."""
+    latest, path = checkpoint.latest(run.dir), Path(run.dir) / RECIPE
+    if path.exists() and latest is not None:
         changed = differing_keys(Run.load(path), run)
         if changed:
             raise ConfigError(
                 f"{run.dir} holds checkpoints of a run with other settings "
-                f"({', '.join(changed)}); choose another dir, or --fresh to start over"
+                f"({', '.join(changed)}); choose another dir, or --fresh to start over. To go on "
+                "from its last checkpoint with these settings, choose another dir and set "
+                f"checkpoint.branch_from={run.dir!r}"
             )
-    run.save(path)
+    checkpoint.remove_leftovers(run.dir)
+    return latest
+
+
+def is_finished(run: Run) -> bool:
+    """Whether the run's folder holds this very run, done; only reads."""
+    path, latest = Path(run.dir) / RECIPE, checkpoint.latest(run.dir)
+    if latest is None or not path.is_file():
+        return False
+    old = Run.load(path)
+    # `method.epochs` has cut the steps of the one that was saved.
+    changed = set(differing_keys(old, run))
+    changed -= {"train.steps"} if getattr(run.method, "epochs", None) else set()
+    return not changed and checkpoint.read_state(latest)["step"] >= old.train.steps
 
 
 def differing_keys(old: Run, new: Run) -> list[str]:
