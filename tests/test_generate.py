@@ -148,6 +148,26 @@ def test_sampling_follows_the_distribution():
     assert (got - (logits / 0.7).softmax(-1)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top", [{}, {"top_k": 5}, {"top_p": 0.6}])
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(temperature, top):
+    """A model's vocabulary may be padded; log-probabilities stay those over all of it."""
+    text = "the answer is four. " * 20
+    tokenizer = Tokenizer.train([text], 270)
+    decoder = random_decoder(config(vocab_size=500))
+    with torch.no_grad():  # the likeliest ids are the surplus ones
+        decoder.get_parameter("embed.weight")[tokenizer.vocab_size :] *= 3
+    weights = pack(decoder, torch.float32)
+    requests = [Request(i, (1 + i, 2), seed=i) for i in range(12)]
+    sampling = Sampling(temperature=temperature, max_new_tokens=20, **top)
+    free = generate(weights, requests, sampling)
+    assert max(max(c.token_ids) for c in free) >= tokenizer.vocab_size
+    for c in generate(weights, requests, sampling, tokenizer=tokenizer):
+        assert max(c.token_ids) < tokenizer.vocab_size
+        expected = scored(decoder, c.prompt_ids, c.token_ids, torch.float32)
+        assert (torch.tensor(c.logprobs) - expected).abs().max().item() < 1e-4
+
+
 def test_top_k_and_top_p_keep_what_they_say():
     probs = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04])
     logits = torch.full((64,), float("-inf"))

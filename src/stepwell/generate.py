@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from stepwell.config import ModelConfig
 from stepwell.models.decode import (
@@ -110,7 +111,9 @@ def generate(
 ) -> list[Completion]:
     """Completions in the order of `requests`.
 
-    tokenizer: needed for stop strings; without one, `Completion.text` is empty.
+    tokenizer: needed for stop strings; without one, `Completion.text` is empty. Ids it does not
+    have (a model's vocabulary may be padded) are never chosen; log-probabilities are over the
+    model's whole vocabulary all the same, as for top_k, so that a trainer can compute them again.
     num_slots: the largest number of rows at once. The cache takes
     2 * layers * kv_heads * head_dim * bytes for each of num_slots * (longest prompt + answer).
 
@@ -125,11 +128,12 @@ def generate(
     slots = _allocate(weights, requests, limits, num_slots)
     rows: list[_Row | None] = [None] * slots.cache.num_slots
     done: dict[int, Completion] = {}
+    num_ids = tokenizer.vocab_size if tokenizer else None
     while waiting or any(rows):
         chosen = _enter(weights, slots, rows, waiting, sampling, prefixes, sharers)
         if not chosen:
             chosen = _step(weights, slots, rows)
-        tokens, logprobs = _sample_slots(slots, sampling, _num_used(slots, rows), chosen)
+        tokens, logprobs = _sample_slots(slots, sampling, _num_used(slots, rows), chosen, num_ids)
         for slot in chosen:
             row = rows[slot]
             assert row is not None
@@ -163,20 +167,32 @@ def _mix(x: np.ndarray | np.uint64) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits_RV: Tensor, uniforms_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_RV: Tensor, uniforms_R: Tensor, sampling: Sampling, num_ids: int | None = None
+) -> tuple[Tensor, Tensor]:
     """One token a row and its log-probability at the temperature over the full support.
 
     logits_RV: at least float32; V must be a multiple of BLOCK (pad with -inf).
+    num_ids: only ids below it are chosen (None: all).
     The token is the inverse of the cumulative distribution at the uniform number.
     """
     scaled = logits_RV / sampling.temperature if sampling.temperature else logits_RV
     probs_RV = scaled.softmax(-1)
     if sampling.temperature == 0:
-        tokens_R = _argmax(logits_RV)
+        tokens_R = _argmax(_first(logits_RV, num_ids, float("-inf")))
     else:
-        tokens_R = _invert_blocks(_truncate(probs_RV.float(), sampling), uniforms_R)
+        allowed_RV = _first(probs_RV.float(), num_ids, 0.0)
+        tokens_R = _invert_blocks(_truncate(allowed_RV, sampling), uniforms_R)
     logprobs_R = probs_RV.gather(1, tokens_R[:, None]).log()
     return tokens_R, logprobs_R.squeeze(1)
+
+
+def _first(values_RV: Tensor, num_ids: int | None, fill: float) -> Tensor:
+    """The values of the first `num_ids` ids, and `fill` for the rest."""
+    surplus = 0 if num_ids is None else values_RV.shape[1] - num_ids
+    if surplus <= 0:
+        return values_RV
+    return F.pad(values_RV[:, :num_ids], (0, surplus), value=fill)
 
 
 def _argmax(logits_RV: Tensor) -> Tensor:
@@ -296,12 +312,12 @@ def _step(weights: DecodeWeights, slots: _Slots, rows: Sequence[_Row | None]) ->
 
 
 def _sample_slots(
-    slots: _Slots, sampling: Sampling, R: int, chosen: Sequence[int]
+    slots: _Slots, sampling: Sampling, R: int, chosen: Sequence[int], num_ids: int | None
 ) -> tuple[list[int], list[float]]:
     """Samples for the first R slots and keeps the result for the chosen ones."""
     counts_R = slots.counts_B[:R].clamp(max=slots.uniforms_BN.shape[1] - 1)
     uniforms_R = slots.uniforms_BN[:R].gather(1, counts_R[:, None]).squeeze(1)
-    tokens_R, logprobs_R = sample(slots.logits_BV[:R], uniforms_R, sampling)
+    tokens_R, logprobs_R = sample(slots.logits_BV[:R], uniforms_R, sampling, num_ids)
     index = torch.tensor(chosen, device=tokens_R.device)
     slots.last_B.index_copy_(0, index, tokens_R[index])
     slots.counts_B.index_add_(0, index, torch.ones_like(index))

@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from stepwell.types import ConfigError, nearest
 
-
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 BOOLEANS = {"true": True, "false": False}
 
@@ -54,7 +53,8 @@ def assign(
     """`values` with each dotted key of `overrides` set; a number in a key counts into a list.
 
     Text stands for what the key holds: `none` for nothing where that is allowed, a number, true or
-    false, and TOML where the key holds a list or table. Raises ConfigError for a key that runs through a plain value.
+    false, and TOML where the key holds a list or table. Raises ConfigError for a key that runs
+    through a plain value.
     """
     result = _copy(values)
     for key, value in overrides.items():

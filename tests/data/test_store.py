@@ -109,13 +109,35 @@ def test_damage_is_found(tmp_path, name):
     content = bytearray(path.read_bytes())
     content[3] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match=f"{name} is damaged: its sha256"):
-        TokenStore.open(tmp_path / "s", verify=True)
+    for verify in (None, True):
+        with pytest.raises(DataError, match=f"{name} is damaged: its sha256"):
+            TokenStore.open(tmp_path / "s", verify=verify)
+    assert TokenStore.open(tmp_path / "s", verify=False).num_docs == 2
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=f"{name} is damaged: {len(content) - 1} bytes where"):
         TokenStore.open(tmp_path / "s")
     path.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_a_store_above_the_limit_is_not_read_unless_told_to(tmp_path, monkeypatch):
+    write(tmp_path / "s", [[1, 2, 3], [4, 5]])
+    path = tmp_path / "s" / "tokens-00000.bin"
+    path.write_bytes(bytes([7]) + path.read_bytes()[1:])
+    monkeypatch.setattr("stepwell.data.store.VERIFIED_BYTES", 9)
+    assert TokenStore.open(tmp_path / "s").num_docs == 2
+    with pytest.raises(DataError, match="is damaged: its sha256"):
+        TokenStore.open(tmp_path / "s", verify=True)
+
+
+def test_ids_outside_the_vocabulary_are_found(tmp_path):
+    store = write(tmp_path / "s", [[1, 2, 3], [4, 5]])
+    values = store.manifest | {"vocab_size": 5}
+    (tmp_path / "s" / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(
+        DataError, match=r"tokens-00000.bin holds id 5, outside the vocabulary of 5"
+    ):
         TokenStore.open(tmp_path / "s")
 
 

@@ -13,6 +13,7 @@ import json
 import shutil
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 1 << 28
 READ_BYTES = 1 << 22
+VERIFIED_BYTES = 4 << 30  # a few seconds at the 1 to 2 GB/s of sha256
 
 
 class StoreWriter:
@@ -241,10 +243,13 @@ class TokenStore:
 
     @classmethod
     def open(
-        cls, folder: str | Path, tokenizer: Tokenizer | None = None, verify: bool = False
+        cls, folder: str | Path, tokenizer: Tokenizer | None = None, verify: bool | None = None
     ) -> TokenStore:
-        """Opens a store after checking the size of each file (verify: its sha256 too).
+        """Opens a store after checking the size of each file, its sha256, and that every id is in
+        the vocabulary.
 
+        verify: False leaves out what has to read the content; None does so for a store above
+        VERIFIED_BYTES. An unchanged file is read once in a process.
         Raises DataError for a missing or damaged store, and for one that another tokenizer made.
         """
         folder = Path(folder)
@@ -255,8 +260,13 @@ class TokenStore:
                 f"{manifest['tokenizer'][:12]}, this one is {tokenizer.fingerprint[:12]}); "
                 "tokenise the text again with this one, or use the store's own"
             )
-        for name, expected in manifest["files"].items():
-            _check_file(folder / name, expected, verify)
+        files: dict[str, dict[str, Any]] = manifest["files"]
+        if verify is None:
+            verify = sum(expected["bytes"] for expected in files.values()) <= VERIFIED_BYTES
+        for name, expected in files.items():
+            _check_file(folder / name, expected)
+            if verify:
+                _check_content(folder / name, expected, manifest)
         return cls(folder, manifest)
 
     def doc(self, i: int) -> np.ndarray:
@@ -391,22 +401,45 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_file(path: Path, expected: dict[str, Any], verify: bool) -> None:
+def _check_file(path: Path, expected: dict[str, Any]) -> None:
     if not path.is_file():
         raise DataError(f"the store is incomplete: {path} is missing")
     num_bytes = path.stat().st_size
     if num_bytes != expected["bytes"]:
         raise DataError(f"{path} is damaged: {num_bytes} bytes where {expected['bytes']} belong")
-    if verify and _sha256(path) != expected["sha256"]:
-        raise DataError(f"{path} is damaged: its sha256 differs from the manifest's")
 
 
-def _sha256(path: Path) -> str:
+def _check_content(path: Path, expected: dict[str, Any], manifest: dict[str, Any]) -> None:
+    holds_ids = path.name.startswith("tokens-")
+    state = path.stat()
+    digest, largest = _sha256_and_largest(
+        path.absolute(), state.st_size, state.st_mtime_ns, manifest["dtype"] if holds_ids else None
+    )
+    if digest != expected["sha256"]:
+        raise DataError(
+            f"{path} is damaged: its sha256 differs from the manifest's; make the store again"
+        )
+    if holds_ids and largest >= manifest["vocab_size"]:
+        raise DataError(
+            f"{path} holds id {largest}, outside the vocabulary of {manifest['vocab_size']} (ids 0 "
+            f"to {manifest['vocab_size'] - 1}) that its manifest names; make the store again"
+        )
+
+
+@lru_cache(maxsize=1024)
+def _sha256_and_largest(
+    path: Path, size_bytes: int, mtime_ns: int, dtype: str | None
+) -> tuple[str, int]:
+    """sha256, and the largest of the file's values where it holds ids of `dtype` (else 0); size and
+    time tell a changed file from the one that was read."""
     digest = hashlib.sha256()
+    largest = 0
     with path.open("rb") as file:
         while chunk := file.read(READ_BYTES):
             digest.update(chunk)
-    return digest.hexdigest()
+            if dtype is not None:
+                largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+    return digest.hexdigest(), largest
 
 
 def _running_sum(values: Iterable[int]) -> list[int]:
