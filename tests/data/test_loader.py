@@ -205,6 +205,7 @@ def test_truncated_prompts_and_documents_without_trained_tokens(tmp_path):
     masks = [[0] * 10 + [1] * 30, [0] * 10 + [1] * 3, [0] * 20 + [1] * 25, [0] * 6]
     store = make_store(tmp_path / "s", lengths, masks)
     report = packing_report(store, 20)
+    assert report.pop("trained_tokens") == 13
     assert report == {"rows": 2, "docs": 2, "truncated": 1, "no_trained_tokens": 2}
     ((batch, _),) = take(packed_stream(store, 20, 2, shuffle=False), 1)
     assert batch.weights_BT.sum(1).tolist() == [10, 3]

@@ -14,6 +14,7 @@ from stepwell.metrics import read_events
 from stepwell.posttrain.sft import sft, with_steps
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
+from stepwell.train.weights import known_tokenizer
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.runs import final_weights, finish, killed, measured, settings, words, write_rows
@@ -147,3 +148,47 @@ def test_what_cannot_be_trained_on_is_refused(world):
     with pytest.raises(DataError, match="missing_column"):
         sft(Run.parse({"method": {"kind": "sft"}}, {**values, "data.path": "bad.jsonl"}), tokenizer)
     assert not Path("refused/data").exists()
+
+
+def test_a_model_of_its_own_tokenizer_is_needed(world):
+    tokenizer = Tokenizer.load("tokenizer")
+    values = settings("sft", "refused")
+    without = Run.parse({"method": {"kind": "sft"}}, {**values, "model.init": "none"})
+    with pytest.raises(ConfigError, match=r"model\.init is not set, and sft needs a model"):
+        sft(without, tokenizer)
+    other = Tokenizer.train(["something else entirely " * 9], 300)
+    with pytest.raises(ConfigError, match="tokenizer tokenizer .* does not fit the model base"):
+        sft(Run.parse({"method": {"kind": "sft"}}, values), other)
+    assert not Path("refused").exists()
+    given = Run.parse(without.model_dump(), {"dir": "given", "train.steps": 1})
+    assert sft(given, tokenizer, Engine(given).iter_state()) == 1
+    assert known_tokenizer("given") == tokenizer.fingerprint
+
+
+def test_rows_longer_than_a_row_of_the_batch_are_counted(world, capsys):
+    prompts = {"1+1=": "2", "1+1=" * 40: "2", "2+2=": "4" * 60}
+    write_rows(Path("long.jsonl"), [{"prompt": p, "completion": c} for p, c in prompts.items()])
+    values = settings("sft", "long", **{"data.path": "long.jsonl", "train.steps": 1})
+    assert main(words("sft", values)) == 0
+    (event,) = (e for e in read_events("long") if e["event"] == "data")
+    assert (event["rows"], event["kept"], event["truncated"]) == (3, 2, 1)
+    assert event["dropped"] == {"too_long": 1}
+    from stepwell.data.store import TokenStore
+
+    store = TokenStore.open("long/data")
+    reached = sum(int(store.doc_mask(i)[1:32].sum()) for i in range(3))
+    assert event["trained_tokens"] == reached < store.trained_tokens(1000).sum()
+    # None at all: the user's file and the needed value are named, and nothing stays behind.
+    write_rows(Path("longer.jsonl"), [{"prompt": "1+1=" * 40, "completion": "2"}])
+    values |= {"data.path": "longer.jsonl", "dir": "longer"}
+    assert main(words("sft", values)) == 3
+    message = capsys.readouterr().err
+    needed = int(store.doc_lengths()[1])
+    assert "of longer.jsonl are too long: within data.seq_len=32 tokens" in message
+    assert f"raise data.seq_len to {needed}," in message
+    assert not Path("longer").exists()
+    assert main(words("sft", {**values, "data.seq_len": needed})) == 0
+    # Rendered before, and then cut shorter.
+    shutil.rmtree("longer/checkpoints")
+    assert main(words("sft", {**values, "data.seq_len": 16})) == 3
+    assert "raise data.seq_len to" in capsys.readouterr().err

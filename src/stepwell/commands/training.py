@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+import tomllib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -13,13 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell import launch
-from stepwell.config import GRPO, Run
+from stepwell.config import GRPO, SFT, Pretrain, Run
 from stepwell.schema import dotted_keys
-from stepwell.types import CheckpointError, ConfigError, nearest
+from stepwell.train.lock import LOCK, folder_lock
+from stepwell.types import CheckpointError, ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
+    from stepwell.eval.grade import Prompt
     from stepwell.tokenizer import Tokenizer
 
+METHODS = (Pretrain, SFT, GRPO)
 OPTIONS = ("nproc", "resume", "fresh", "json", "help")
 # What a run writes into its folder, and so what --fresh may remove from it.
 WRITTEN = (
@@ -83,7 +88,10 @@ def parse(argv: Sequence[str]) -> Arguments:
             elif key in switches:
                 value = "true"
             else:
+                check_option(key)
                 raise ConfigError(f"{name} needs a value")
+        if key in result.overrides or (name == "--nproc" and result.num_procs is not None):
+            raise ConfigError(f"--{key} is given twice; give it once")
         if name == "--nproc":
             result.num_procs = _count(name, value)
         else:
@@ -91,24 +99,62 @@ def parse(argv: Sequence[str]) -> Arguments:
     return result
 
 
+def check_option(key: str) -> None:
+    """Raises ConfigError for a word that is close to an option and no key of a run."""
+    close = nearest(key, OPTIONS).replace("'", "'--", 1)
+    if close and key not in OPTIONS and "." not in key and key not in Run.model_fields:
+        raise ConfigError(f"unknown option --{key}{close}")
+
+
+def check_method_key(key: str, method: str) -> None:
+    """Raises ConfigError for a key of another method's."""
+    section, _, name = key.partition(".")
+    owners = {str(m.model_fields["kind"].default): m.model_fields for m in METHODS}
+    if section != "method" or name in owners[method]:
+        return
+    others = [kind for kind, fields in owners.items() if name in fields]
+    if others:
+        raise ConfigError(
+            f"unknown key {key!r} of {method}: it belongs to {' and '.join(others)}; leave it out, "
+            f"or see `stepwell {others[0]} --help`"
+        )
+
+
 def load_run(method: str, arguments: Arguments) -> Run:
     """The run of `method` that the recipe and the overrides describe. Raises ConfigError."""
-    for key in arguments.overrides:
-        close = nearest(key, OPTIONS).replace("'", "'--", 1)
-        if close and "." not in key and key not in Run.model_fields:
-            raise ConfigError(f"unknown option --{key}{close}")
     overrides: dict[str, Any] = dict(arguments.overrides)
+    for key in overrides:
+        check_option(key)
+        if "method.kind" not in overrides:
+            check_method_key(key, method)
     if arguments.recipe is None:
         run = Run.parse({"method": {"kind": method}}, overrides, where="the command line")
     else:
-        path = find_recipe(arguments.recipe)
-        run = Run.load(path, overrides)
+        run = _with_overrides(find_recipe(arguments.recipe), overrides)
     if run.method.kind != method:
         raise ConfigError(
             f"method.kind={run.method.kind!r} belongs to `stepwell {run.method.kind}`; "
             f"`stepwell {method}` needs a recipe with method.kind={method!r}"
         )
     return run
+
+
+def _with_overrides(path: Path, overrides: dict[str, Any]) -> Run:
+    try:
+        return Run.load(path, overrides)
+    except ConfigError:
+        recipe = _loaded_alone(path)
+        if recipe is not None:  # so the fault is not the recipe's
+            values = recipe.model_dump(exclude_unset=True)
+            Run.parse(values, overrides, where=f"the command line (over the recipe {path})")
+        raise
+
+
+def _loaded_alone(path: Path) -> Run | None:
+    try:
+        return Run.load(path)
+    except ConfigError:
+        return None
 
 
 def find_recipe(name: str) -> Path:
@@ -124,27 +170,50 @@ def find_recipe(name: str) -> Path:
     return shipped[name]
 
 
-def shipped_recipes() -> list[Path]:
-    return sorted(Path(str(files("stepwell.recipes"))).glob("*.toml"))
+def shipped_recipes(method: str | None = None) -> list[Path]:
+    """All recipes that ship, or those of one method."""
+    found = sorted(Path(str(files("stepwell.recipes"))).glob("*.toml"))
+    if method is None:
+        return found
+    kinds = [tomllib.loads(path.read_text("utf-8")).get("method", {}).get("kind") for path in found]
+    return [path for path, kind in zip(found, kinds, strict=True) if (kind or "pretrain") == method]
 
 
 def clear_folder(folder: Path) -> None:
-    """Removes an earlier run's files; raises ConfigError for a folder that holds no run."""
-    if not folder.exists() or not any(folder.iterdir()):
+    """Removes an earlier run's files; raises ConfigError for a folder that holds no run, for one in
+    which a run is going on, and for one that cannot be written."""
+    if folder.is_dir() and not _is_empty(folder):
+        ours = ("run.toml", *(name for name in WRITTEN if name.endswith(".origin.json")))
+        if not any((folder / name).exists() for name in ours):
+            raise ConfigError(
+                f"--fresh: {folder} has no run.toml, so it is not a run's folder and is left alone;"
+                " choose another --dir"
+            )
+    elif not folder.exists():
         return
-    if not (folder / "run.toml").exists():
-        raise ConfigError(
-            f"--fresh: {folder} has no run.toml, so it is not a run's folder and is left alone; "
-            "choose another --dir"
-        )
-    # The rendered rows of sft; a folder of the same name that holds no store is somebody else's.
-    rendered = [n for n in ("data", "heldout") if (folder / n / "manifest.json").is_file()]
-    for name in (*WRITTEN, *rendered, "run.toml"):
-        path = folder / name
+    with folder_lock(folder):
+        # The rendered rows of sft; a folder of the same name that holds no store is somebody
+        # else's.
+        rendered = [n for n in ("data", "heldout") if (folder / n / "manifest.json").is_file()]
+        for name in (*WRITTEN, *rendered, "run.toml"):
+            _remove(folder / name)
+
+
+def _is_empty(folder: Path) -> bool:
+    try:
+        return not [path for path in folder.iterdir() if path.name != LOCK]
+    except OSError as error:
+        raise ConfigError(f"--fresh: cannot read {folder}: {error.strerror}") from error
+
+
+def _remove(path: Path) -> None:
+    try:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--fresh: cannot remove {path}: {error.strerror}") from error
 
 
 def help_text(method: str) -> str:
@@ -156,7 +225,7 @@ def help_text(method: str) -> str:
         f"usage: stepwell {method} [recipe.toml] [--dotted.key value ...]",
         "",
         "A recipe is a TOML file, or the name of one that ships with Stepwell:",
-        f"  {', '.join(p.stem for p in shipped_recipes())}",
+        f"  {', '.join(p.stem for p in shipped_recipes(method))}",
         "",
         "  --nproc N   start N processes on this machine (under torchrun or srun: join them)",
         "  --resume    fail unless there is a checkpoint to go on from",
@@ -216,23 +285,29 @@ def _command(method: str, argv: Sequence[str]) -> int:
     if arguments.num_procs is not None and arguments.num_procs > 1 and not joined:
         return launch.launch(arguments.num_procs, [method, *_without_fresh(argv)])
     loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
-    num_steps = loop(with_weights(run))
+    run = with_weights(run)
+    num_steps = 0 if _is_done_and_closed(run) else loop(run)
     if is_main:
         _print_result(run, num_steps, arguments.as_json)
     return 0
 
 
+def _is_done_and_closed(run: Run) -> bool:
+    """A finished run whose folder cannot be written: there is nothing to write."""
+    from stepwell.train.session import is_finished
+
+    return os.path.isdir(run.dir) and not os.access(run.dir, os.W_OK) and is_finished(run)
+
+
 def with_weights(run: Run) -> Run:
     """`model.init` taken up: a run's folder stands for its last checkpoint, and the dimensions come
     from the weights. Raises ConfigError where the recipe contradicts them."""
-    from stepwell.train.checkpoint import latest
+    from stepwell.train.checkpoint import is_run, of_run_or_itself
     from stepwell.train.weights import resolve
 
     init = run.model.init
-    if init is not None and (Path(init) / "run.toml").is_file():
-        folder = latest(init)
-        if folder is None:
-            raise CheckpointError(f"model.init={init!r} is a run without a finished checkpoint")
+    if init is not None and is_run(init):
+        folder = of_run_or_itself(init, "model.init")
         model = run.model.model_dump(exclude_unset=True) | {"init": str(folder)}
         run = Run.model_validate(run.model_dump(exclude_unset=True) | {"model": model})
     return resolve(run)
@@ -254,6 +329,7 @@ def _grpo(run: Run) -> int:
     from stepwell.eval.items import load_prompts
     from stepwell.posttrain.grpo import grpo
     from stepwell.posttrain.verifiers import find_verifier
+    from stepwell.train.weights import require_model
 
     method = run.method
     assert isinstance(method, GRPO)
@@ -261,17 +337,43 @@ def _grpo(run: Run) -> int:
     if run.data.path is None:
         raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
     tokenizer = _tokenizer(run)
-    longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
+    require_model(run, None)
     found, broken = load_prompts(run.data.path, tokenizer)
-    prompts = [prompt for prompt in found if len(prompt.ids) <= longest]
-    num_long = len(found) - len(prompts)
-    if (broken or num_long) and os.environ.get("RANK", "0") == "0":
+    prompts = short_prompts(run, found)
+    dropped = dict(Counter(drop.reason for drop in broken))
+    if len(prompts) < len(found):
+        dropped["too_long"] = len(found) - len(prompts)
+    if dropped and os.environ.get("RANK", "0") == "0":
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         print(
-            f"{run.data.path}: left out {len(broken)} broken prompts and {num_long} of more than "
-            f"{longest} tokens (data.seq_len - method.max_new_tokens)",
+            f"{run.data.path}: left out {counted(sum(dropped.values()), 'prompt')} ({reasons})",
             file=sys.stderr,
         )
-    return grpo(run, prompts, verifier, tokenizer)
+    return grpo(run, prompts, verifier, tokenizer, dropped=dropped)
+
+
+def short_prompts(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Those that leave room for an answer. Raises DataError if there are none."""
+    method = run.method
+    assert isinstance(method, GRPO)
+    longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
+    short = [prompt for prompt in prompts if len(prompt.ids) <= longest]
+    if not short:
+        least = min(len(prompt.ids) for prompt in prompts)
+        most = max(len(prompt.ids) for prompt in prompts)
+        raise DataError(
+            f"all {counted(len(prompts), 'prompt')} of {run.data.path} are too long: the shortest "
+            f"has {counted(least, 'token')}, but data.seq_len={run.data.seq_len} less "
+            f"method.max_new_tokens={method.max_new_tokens} leaves {longest}; raise data.seq_len "
+            f"to {most + method.max_new_tokens}, which takes all of them, or lower "
+            "method.max_new_tokens"
+        )
+    return short
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _tokenizer(run: Run) -> Tokenizer:
@@ -293,7 +395,7 @@ def _print_result(run: Run, num_steps: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"name": run.name, "dir": run.dir, "steps_done": num_steps}))
     elif num_steps:
-        print(f"{run.name}: {num_steps} steps done; everything is in {run.dir}")
+        print(f"{run.name}: {counted(num_steps, 'step')} done; everything is in {run.dir}")
     else:
         print(f"{run.name} was finished before ({run.dir}); nothing to do. --fresh starts over")
     sys.stdout.flush()

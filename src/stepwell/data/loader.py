@@ -130,14 +130,15 @@ def num_windows(store: TokenStore, seq_len: int) -> int:
 
 
 def packing_report(store: TokenStore, seq_len: int) -> dict[str, int]:
-    """Rows of an epoch and what became of the documents: `rows`, `docs`, `truncated`, and
-    `no_trained_tokens` (left out)."""
+    """Rows of an epoch and what became of the documents: `rows`, `docs`, `truncated`,
+    `no_trained_tokens` (left out), and `trained_tokens` that are reached."""
     lengths, usable = _usable_docs(store, seq_len)
     return {
         "rows": len(best_fit(lengths[usable], seq_len)),
         "docs": len(usable),
         "truncated": int((store.doc_lengths()[usable] > seq_len).sum()),
         "no_trained_tokens": store.num_docs - len(usable),
+        "trained_tokens": int(store.trained_tokens(seq_len).sum()),
     }
 
 

@@ -7,6 +7,7 @@ exception means that the grader failed, which is not a wrong answer either.
 
 from __future__ import annotations
 
+import inspect
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, DataError, nearest
 
 Verifier = Callable[..., Sequence[float | None]]
 
@@ -37,6 +38,30 @@ def answer_seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
     in a list, and on whichever rank."""
     entropy = np.random.SeedSequence([seed, len(prompt_ids), *prompt_ids])
     return [int(s) for s in entropy.generate_state(count, np.uint64)]
+
+
+def required_columns(verifier: Verifier) -> list[str]:
+    """The columns that a verifier takes by name and has no default for."""
+    try:
+        parameters = list(inspect.signature(verifier).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C have none to be seen
+        return []
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    # The first two are the prompts and the completions.
+    return [p.name for p in parameters[2:] if p.kind in by_name and p.default is p.empty]
+
+
+def check_columns(verifier: Verifier, prompts: Sequence[Prompt]) -> None:
+    """Raises DataError if a row lacks a column that the verifier requires."""
+    for name in required_columns(verifier):
+        lacking = [prompt for prompt in prompts if name not in prompt.columns]
+        if lacking:
+            there = ", ".join(repr(column) for column in lacking[0].columns) or "none"
+            raise DataError(
+                f"the verifier needs the column {name!r}, which {len(lacking)} of {len(prompts)} "
+                f"rows lack{nearest(name, lacking[0].columns)}; beside the prompt they have: "
+                f"{there}"
+            )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,14 @@ from torch import Tensor
 from stepwell.data.batch import Batch
 from stepwell.data.packing import best_fit, pack_rows
 from stepwell.eval import score
-from stepwell.eval.grade import Prompt, Verdict, Verifier, answer_seeds, verify_each
+from stepwell.eval.grade import (
+    Prompt,
+    Verdict,
+    Verifier,
+    answer_seeds,
+    check_columns,
+    verify_each,
+)
 from stepwell.generate import Request, Sampling
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, DataError
@@ -208,10 +215,12 @@ def generate_and_match(
     """Answers each prompt num_samples times and grades the answers. accuracy: the mean reward over
     what was scored, with a bootstrap interval over the prompts; a reward of 1 counts for pass@k.
 
-    Raises DataError for no items.
+    Raises DataError for no items, for items that lack a column of the verifier's, and when not one
+    answer could be scored.
     """
     if not items:
         raise DataError("there are no items to evaluate")
+    check_columns(verifier, items)
     owners = [item for item in items for _ in range(num_samples)]
     seeds = [s for item in items for s in answer_seeds(seed, item.ids, num_samples)]
     requests = [
@@ -226,6 +235,10 @@ def generate_and_match(
         [item.columns for item in owners],
         timeout_s,
     )
+    if all(v.reward is None for v in verdicts):
+        failed = next((v for v in verdicts if v.failure), None)
+        why = f"{failed.failure}: {failed.detail}" if failed else "the verifier says not applicable"
+        raise DataError(f"none of the {len(verdicts)} answers could be scored; the first: {why}")
     groups = [
         [v.reward for v in verdicts[i : i + num_samples]]
         for i in range(0, len(verdicts), num_samples)
@@ -235,7 +248,7 @@ def generate_and_match(
     failures = Counter(v.failure for v in verdicts if v.reward is None)
     return Matches(
         accuracy=score.accuracy([v.reward for v in verdicts]),
-        interval=score.bootstrap_interval(means) if means else (float("nan"), float("nan")),
+        interval=score.bootstrap_interval(means),
         pass_at={
             k: score.accuracy(
                 [score.pass_at_k(num_samples, sum(r >= 1 for r in g), k) for g in full]

@@ -6,7 +6,7 @@ advantage within each group, make clipped policy-gradient steps. B rows, T token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from stepwell.config import GRPO, Run
 from stepwell.data.batch import Batch
 from stepwell.data.order import permute
 from stepwell.data.packing import pack_rows
-from stepwell.eval.grade import Prompt, Verifier
+from stepwell.eval.grade import Prompt, Verifier, check_columns
 from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.models.transformer import TokenOutputs
@@ -27,7 +27,8 @@ from stepwell.posttrain.rollout import Rollouts, collect
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
 from stepwell.train.session import Session, open_session
-from stepwell.types import ConfigError
+from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.types import ConfigError, TrainingError
 
 
 def clipped_objective(
@@ -104,14 +105,22 @@ def grpo(
     verifier: Verifier,
     tokenizer: Tokenizer,
     weights: Iterable[tuple[str, Tensor]] | None = None,
+    dropped: Mapping[str, int] | None = None,
 ) -> int:
     """Trains to `train.steps` optimiser steps; goes on where a stopped run was. Returns the number
     of steps done. Every completion with its reward goes to `samples.jsonl`.
 
-    Raises ConfigError when there are fewer prompts than a step takes.
+    dropped: prompts that the caller left out, by reason; noted in `events.jsonl`.
+    Raises ConfigError without a model, with another tokenizer than the model's, and when there are
+    fewer prompts than a step takes; DataError for prompts without a column that the verifier
+    requires; TrainingError when the verifier fails on every answer of the first rollout.
     """
     method = run.method
     assert isinstance(method, GRPO)
+    require_model(run, weights)
+    if run.model.init is not None:
+        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_columns(verifier, prompts)
     if len(prompts) < method.prompts_per_step:
         raise ConfigError(
             f"method.prompts_per_step={method.prompts_per_step} but there are only "
@@ -123,8 +132,14 @@ def grpo(
         max_new_tokens=method.max_new_tokens,
     )
     loss = policy_loss(method)
-    with open_session(run, weights) as session:
+    with open_session(run, weights, tokenizer=tokenizer.fingerprint) as session:
         start = session.engine.step
+        if session.extra is None:
+            counts = dict(dropped or {})
+            total = len(prompts) + sum(counts.values())
+            session.log.event(
+                "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
+            )
         samples = open_samples(session) if session.engine.mesh.is_main else None
         num_rollouts = (session.extra or {"rollouts": 0})["rollouts"]
         session.pause()
@@ -141,6 +156,8 @@ def grpo(
             )
             num_rollouts += 1
             rows = gathered_rows(rollouts, session)
+            if session.engine.step == start:
+                check_failures(rows)
             more = rollout_metrics(rollouts, rows, session)
             batch = pack_rollouts(rollouts, method, run.data.seq_len, tokenizer.pad_id)
             if method.updates_per_rollout > 1:
@@ -191,6 +208,15 @@ def gathered_rows(rollouts: Rollouts, session: Session) -> list[dict[str, Any]]:
     """A row for each completion of all ranks."""
     parts = all_gather_objects(rollouts.rows(), session.engine.mesh)
     return [row for part in parts for row in part]
+
+
+def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises TrainingError if the verifier failed on every answer: nothing can be learnt so."""
+    if rows and all(row["failure"] for row in rows):
+        raise TrainingError(
+            f"the verifier failed on every one of the {len(rows)} answers of the first rollout; "
+            f"the first failure is {rows[0]['failure']}: {rows[0]['detail']}"
+        )
 
 
 def rollout_metrics(

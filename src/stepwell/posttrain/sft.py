@@ -18,13 +18,14 @@ from stepwell.data.batch import Batch
 from stepwell.data.loader import packed_stream, packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
-from stepwell.parallel.mesh import Mesh, barrier
+from stepwell.parallel.mesh import Mesh
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
-from stepwell.train.session import join, open_session
+from stepwell.train.session import hold_folder, join, on_main, open_session
+from stepwell.train.weights import check_tokenizer, require_model
 from stepwell.types import ConfigError, DataError
 
 
@@ -36,7 +37,7 @@ def sft(
     """Trains on the rows of `data.path` to `train.steps` or `method.epochs`, whichever ends first;
     goes on where a stopped run was. Returns the number of steps done.
 
-    Raises ConfigError without data or with a tokenizer larger than the model's vocabulary,
+    Raises ConfigError without data or a model, and with another tokenizer than the model's,
     DataError for unusable rows.
     """
     if run.data.path is None:
@@ -46,12 +47,27 @@ def sft(
             f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size="
             f"{run.model.vocab_size}; take the tokenizer that the model was trained with"
         )
+    require_model(run, weights)
+    if run.model.init is not None:
+        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
     mesh = join(run)
-    store, events = chat_store(run, run.data.path, "data", tokenizer, mesh)
+    with hold_folder(run.dir, mesh):
+        return _train(run, run.data.path, tokenizer, weights, mesh)
+
+
+def _train(
+    run: Run,
+    path: str,
+    tokenizer: Tokenizer,
+    weights: Iterable[tuple[str, Tensor]] | None,
+    mesh: Mesh,
+) -> int:
+    store, events = chat_store(run, path, "data", tokenizer, mesh)
     run = with_steps(run, store)
     heldout = heldout_rows(run, tokenizer, mesh, events) if run.train.eval_every else None
     loss = cross_entropy(run.loss)
-    with open_session(run, weights, mesh=mesh) as session:
+    fingerprint = tokenizer.fingerprint
+    with open_session(run, weights, mesh=mesh, tokenizer=fingerprint, held=True) as session:
         for event in events:
             session.log.event("data", **event)
         start = session.engine.step
@@ -84,39 +100,72 @@ def chat_store(
     """The rows of `path`, rendered once into folder `name` of the run; and what to log about it.
 
     Rendered anew when the file or the tokenizer has changed since. Raises ConfigError if
-    checkpoints were trained on what was rendered before.
+    checkpoints were trained on what was rendered before, DataError if data.seq_len cuts every row
+    before its answer.
     """
+    events = on_main(lambda: render(run, path, name, tokenizer), mesh)
+    return TokenStore.open(Path(run.dir) / name, tokenizer), events
+
+
+def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """`chat_store` on the one rank that writes."""
     method = run.method
     assert isinstance(method, SFT)
-    folder, events = Path(run.dir) / name, []
-    if mesh.is_main:
-        origin = rows_origin(path, tokenizer, method.max_rows)
-        note = folder.with_name(f"{name}.origin.json")
-        known = json.loads(note.read_text("utf-8")) if note.exists() else None
-        if known != origin and known is not None and checkpoint.latest(run.dir) is not None:
-            changed = [key for key in origin if known.get(key) != origin[key]]
-            raise ConfigError(
-                f"{run.dir} was trained on rows of another {' and '.join(changed)}; choose another "
-                "dir, or --fresh to start over"
-            )
-        if known not in (None, origin):
-            shutil.rmtree(folder, ignore_errors=True)
-        if known != origin:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(origin), "utf-8")
-        if known is None or not (folder / "manifest.json").exists():
-            _, report = build_sft_store(Path(path), tokenizer, folder, method.max_rows)
-            events.append(
-                {
-                    "path": path,
-                    "rows": report.rows,
-                    "kept": report.kept,
-                    "dropped": report.drops.by_reason,
-                    "trained_tokens": report.trained_tokens,
-                }
-            )
-    barrier(mesh)
-    return TokenStore.open(folder, tokenizer), events
+    folder = Path(run.dir) / name
+    origin = rows_origin(path, tokenizer, method.max_rows)
+    note = folder.with_name(f"{name}.origin.json")
+    known = json.loads(note.read_text("utf-8")) if note.exists() else None
+    if known != origin and known is not None and checkpoint.latest(run.dir) is not None:
+        changed = [key for key in origin if known.get(key) != origin[key]]
+        raise ConfigError(
+            f"{run.dir} was trained on rows of another {' and '.join(changed)}; choose another "
+            "dir, or --fresh to start over"
+        )
+    if known not in (None, origin):
+        shutil.rmtree(folder, ignore_errors=True)
+        note.unlink()
+    if known == origin and (folder / "manifest.json").exists():
+        check_lengths(TokenStore.open(folder, tokenizer), path, run.data.seq_len)
+        return []
+    # The note comes first: after a kill the folder is known to be ours.
+    note.write_text(json.dumps(origin), "utf-8")
+    try:
+        store, report = build_sft_store(Path(path), tokenizer, folder, method.max_rows)
+    except DataError:
+        note.unlink()
+        raise
+    try:
+        check_lengths(store, path, run.data.seq_len)
+    except DataError:
+        shutil.rmtree(folder)
+        note.unlink()
+        raise
+    cut = packing_report(store, run.data.seq_len)
+    too_long = {"too_long": cut["no_trained_tokens"]} if cut["no_trained_tokens"] else {}
+    return [
+        {
+            "path": path,
+            "rows": report.rows,
+            "kept": cut["docs"],
+            "dropped": {**report.drops.by_reason, **too_long},
+            "truncated": cut["truncated"],
+            "trained_tokens": cut["trained_tokens"],
+        }
+    ]
+
+
+def check_lengths(store: TokenStore, path: str, seq_len: int) -> None:
+    """Raises DataError if no row has a trained token among its first seq_len."""
+    if store.trained_tokens(seq_len).any():
+        return
+    masks = (store.doc_mask(i)[1:] for i in range(store.num_docs))
+    least = min(int(mask.argmax()) + 2 for mask in masks if mask.any())
+    longest = int(store.doc_lengths().max())
+    raise DataError(
+        f"all {store.num_docs} usable rows of {path} are too long: within data.seq_len={seq_len} "
+        f"tokens none reaches its answer; raise data.seq_len to {longest}, which the longest row "
+        f"needs (the first answer begins to be trained at {least})"
+    )
 
 
 def rows_origin(path: str, tokenizer: Tokenizer, max_rows: int | None) -> dict[str, Any]:
