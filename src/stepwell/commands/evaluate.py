@@ -18,6 +18,7 @@ from stepwell.commands.inputs import (
     parse_options,
     read_documents,
 )
+from stepwell.commands.training import counted
 from stepwell.config import Run
 from stepwell.types import ConfigError, Document
 
@@ -68,6 +69,8 @@ class Evaluate:
 
 
 def main(argv: Sequence[str]) -> int:
+    from stepwell.train.weights import check_tokenizer
+
     options = parse_options("eval", Evaluate, argv)
     if not (options.text or options.choices or options.prompts):
         raise ConfigError("nothing to evaluate: give --text, --choices or --prompts")
@@ -78,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         )
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
+    check_tokenizer(options.model, tokenizer, model.tokenizer)
     engine = open_engine(model, options.dtype, options.seq_len)
     results = {name: text_result(engine, tokenizer, name, options) for name in options.text}
     results |= {name: choice_result(engine, tokenizer, name, options) for name in options.choices}
@@ -175,14 +179,12 @@ def match_result(
 
 def result_text(result: dict[str, Any]) -> str:
     if "bits_per_byte" in result:
-        return (
-            f"{result['bits_per_byte']:.4f} bits per byte ({result['documents']:,} documents, "
-            f"{result['bytes']:,} bytes)"
-        )
+        size = f"{counted(result['documents'], 'document')}, {counted(result['bytes'], 'byte')}"
+        return f"{result['bits_per_byte']:.4f} bits per byte ({size})"
     low, high = result["interval"]
     text = (
         f"{100 * result['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}; "
-        f"{result['items']:,} items)"
+        f"{counted(result['items'], 'item')})"
     )
     for k, value in result.get("pass_at", {}).items():
         text += f", pass@{k} {100 * value:.1f} %" if len(result["pass_at"]) > 1 else ""
