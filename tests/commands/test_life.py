@@ -38,6 +38,9 @@ def life(tmp_path_factory):
     write_rows("chat.jsonl", [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in sums])
     write_rows("problems.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums])
     write_rows("choices.jsonl", [{"context": "1+1=", "choices": ["2", "7"], "answer": "2"}])
+    Path("docs.bin").write_text("x")
+    Path("rows").mkdir()
+    write_rows("rows/docs.jsonl", [{"text": "x"}])
     dims = [word for key, value in MODEL.items() for word in (f"--model.{key}", str(value))]
     commands = [
         "curate docs.jsonl --filters none --out clean --json",
@@ -121,9 +124,13 @@ def test_eval_scores_texts_choices_and_answers(life, capsys):
         ("generate rewarded", 3, "there is no prompt"),
         ("generate nowhere --prompt x", 4, "'nowhere' holds no model"),
         ("generate rewarded --prompt x --temperature -1", 2, "temperature=-1.0"),
-        ("export rewarded --out clean", 4, "clean"),
+        ("export rewarded --out clean", 4, "clean is there already; choose another folder, or"),
+        ("export rewarded --out clean", 4, "with --overwrite"),
         ("curate --out y", 3, "no input"),
         ("curate nowhere --out y", 3, "there is no input 'nowhere'"),
+        ("curate stdlib-cod --out y", 3, "'stdlib-cod' (did you mean 'stdlib-code'?)"),
+        ("curate docs.bin --out y", 3, "texts from .txt, .md, .rst and source files such as .py"),
+        ("curate rows --out y", 3, "files of rows (.jsonl, .jsonl.gz, .parquet) are named one by"),
         ("tokenizer trian x", 2, "did you mean 'train'?"),
         ("tokenizer encode clean --tokenizer tokenizer --out store", 3, "store exists already"),
         ("tokenizer train clean --vocab-size 512 --out tokenizer", 3, "give --overwrite"),
@@ -174,3 +181,105 @@ def test_a_smaller_vocabulary_than_asked_for_is_said(life, capsys):
     before = (life / "big" / "tokenizer.json").read_text()
     assert run(capsys, *words, "--overwrite") == out
     assert (life / "big" / "tokenizer.json").read_text() == before
+
+
+def test_curation_that_keeps_nothing_says_why_and_writes_nothing(life, capsys):
+    write_rows("wrong.jsonl", [{"txet": "a"}, {"txet": "b"}, {"text": None}, {"body": 1}])
+    assert main(["curate", "wrong.jsonl", "--out", "empty"]) == 3
+    message = capsys.readouterr().err
+    assert "no document is left of 4 records, so empty was not written" in message
+    assert "dropped        3  source: missing_column, e.g. wrong.jsonl:1: no 'text' (did you" in (
+        message
+    )
+    assert "source: wrong_type, e.g. wrong.jsonl:3: the text is nothing (null)" in message
+    assert not list(life.glob("*empty*"))
+
+
+def test_curation_reads_single_files_and_folders_of_text_and_code(life, capsys):
+    Path("notes").mkdir()
+    for name in ("notes/a.md", "notes/b.txt", "notes/c.py", "mk.py", "one.rst"):
+        Path(name).write_text(f"# what {name} holds\n")
+    Path("notes/latin.py").write_bytes("# coding: latin-1\n# Straße\n".encode("latin-1"))
+    inputs = ["notes", "mk.py", "one.rst"]
+    out = run(capsys, "curate", *inputs, "--filters", "none", "--out", "read")
+    assert out.startswith("read 6 records\nkept 6 documents, ")
+    kept = [json.loads(line) for line in (life / "read" / "kept.jsonl").open()]
+    assert [k["id"] for k in kept] == ["a.md", "b.txt", "c.py", "latin.py", "mk.py", "one.rst"]
+    assert "Straße" in kept[3]["text"]
+    out = run(capsys, *["curate", "mk.py", "--filters", "none", "--no-dedup", "--out", "one"])
+    assert out.startswith("read 1 record\nkept 1 document, ")
+
+
+@pytest.mark.parametrize("words", ["curate", "tokenizer train", "tokenizer encode", "generate"])
+def test_help_shows_no_empty_defaults(capsys, words):
+    with pytest.raises(SystemExit) as end:
+        main([*words.split(), "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for ugly in ("[[", "(default: )", "(default: None)", "{None}"):
+        assert ugly not in out
+    assert "INPUT ..." in out or words == "generate"
+
+
+def test_generate_prints_answers_alone_or_after_their_prompts(life, capsys):
+    words = ["generate", "rewarded", "--prompt", "The sum of", "--max-new-tokens", "4"]
+    words += ["--temperature", "0"]
+    answer = json.loads(run(capsys, *words, "--json"))["text"]
+    assert run(capsys, *words) == f"{answer}\n"
+    assert run(capsys, *words, "--echo") == f"The sum of{answer}\n"
+    assert run(capsys, *words, "--samples", "2") == f"{answer}\n\n{answer}\n"
+
+
+def test_a_terminal_shows_the_prompt_dimmed(life):
+    from stepwell.commands.generate import answer_text
+    from stepwell.tokenizer import Tokenizer
+    from stepwell.types import Completion
+
+    tokenizer = Tokenizer.load("tokenizer")
+    completion = Completion(0, tuple(tokenizer.encode("The sum")), (1,), (0.0,), " of", "stop")
+    assert answer_text(completion, tokenizer, False, "dim") == "\x1b[2mThe sum\x1b[0m of"
+
+
+def test_a_full_context_is_said(life, capsys):
+    """base sees 2048 tokens, most of which the prompt takes."""
+    prompt = "The sum of 1 and 1 is 2. " * 400
+    from stepwell.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load("tokenizer")
+    ids = tokenizer.encode(prompt)[:2040]
+    prompt = tokenizer.decode(ids)
+    room = 2048 - len(tokenizer.encode(prompt))
+    words = ["--prompt", prompt, "--max-new-tokens", "99", "--temperature", "0"]
+    assert 0 < room < 99
+    assert main(["generate", "base", *words]) == 0
+    error = capsys.readouterr().err
+    assert "1 answer ended before --max-new-tokens 99: the model's context of 2048 tokens" in error
+
+
+def test_another_tokenizer_than_the_models_is_refused(life, capsys):
+    run(capsys, *["tokenizer", "train", "clean", "--vocab-size", "270", "--out", "small"])
+    for words in ("generate base --prompt x", "export base --out y"):
+        assert main([*words.split(), "--tokenizer", "small"]) == 2
+        assert "does not fit the model base" in capsys.readouterr().err
+
+
+def test_a_quickstarts_folder_stands_for_its_last_run(life, capsys):
+    from stepwell.commands.inputs import last_run, open_model
+
+    folder = Path("quick")
+    folder.mkdir()
+    (folder / "quickstart.json").write_text("{}")
+    assert last_run(folder) is None
+    assert main(["generate", "quick", "--prompt", "x"]) == 4
+    assert "'quick' holds no model" in capsys.readouterr().err
+    run(capsys, "export", "base", "--out", "quick/model")
+    assert last_run(folder) == folder / "model"
+    (folder / "pretrain").symlink_to(life / "base")
+    (folder / "grpo").symlink_to(life / "rewarded")
+    assert open_model("quick").path == folder / "grpo"
+    words = ["--prompt", "The sum", "--temperature", "0", "--max-new-tokens", "4", "--json"]
+    assert run(capsys, "generate", "quick", *words) == run(capsys, "generate", "rewarded", *words)
+    assert run(capsys, "report", "quick").strip() == "quick/grpo/report.html"
+    (folder / "report.html").write_text("<html>")
+    assert run(capsys, "report", "quick").strip() == "quick/report.html"
+    assert (folder / "report.html").read_text() == "<html>"

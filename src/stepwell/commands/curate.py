@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional
-
-from stepwell.commands.inputs import parse_options, read_documents, shown
+from stepwell.commands.inputs import Inputs, counted, parse_options, read_documents, shown
 
 if TYPE_CHECKING:
     from stepwell.data.pipeline import Report, Step
@@ -22,14 +20,15 @@ class Curate:
     Writes kept.jsonl, removed.jsonl (each with its reason) and report.json to a new folder.
     """
 
-    inputs: Positional[tuple[str, ...]]
-    """.jsonl, .jsonl.gz, .parquet and text files, folders of code; stdlib-code, stdlib-prose."""
+    inputs: Inputs
+    """Rows (.jsonl, .jsonl.gz, .parquet), files of text (.txt, .md, .rst) or code, folders of them;
+    stdlib-code, stdlib-prose."""
     out: str
     """The new folder."""
     filters: Literal["prose", "code", "none"] = "prose"
     """prose: Gopher's quality rules; code: those of Codex; none: only what is unreadable goes."""
-    dedup: bool = True
-    """Drop exact copies."""
+    no_dedup: bool = False
+    """Keep exact copies, which are dropped otherwise."""
     text_column: str = "text"
     """The column that holds the text."""
     json: bool = False
@@ -56,15 +55,16 @@ def steps_of(options: Curate) -> list[tuple[str, Step]]:
         steps.append(("gopher_quality", drop_if(gopher_quality)))
     if options.filters == "code":
         steps.append(("code_quality", drop_if(code_quality)))
-    if options.dedup:
+    if not options.no_dedup:
         steps.append(("exact_dedup", exact_dedup))
     return steps
 
 
 def report_text(report: Report, folder: str) -> str:
+    kept = counted(report.kept.docs, "document")
     lines = [
-        f"read {report.read:,} records",
-        f"kept {report.kept.docs:,} documents, {report.kept.bytes / 1e6:,.2f} MB: {folder}",
+        f"read {counted(report.read, 'record')}",
+        f"kept {kept}, {report.kept.bytes / 1e6:,.2f} MB: {folder}",
     ]
     for step, drops in report.steps.items():
         for reason, count in sorted(drops.by_reason.items(), key=lambda item: -item[1]):

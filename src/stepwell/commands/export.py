@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tyro.conf import Positional
 
-from stepwell.commands.inputs import load_tokenizer, open_model, parse_options
+from stepwell.commands.inputs import Place, load_tokenizer, open_model, parse_options
+from stepwell.types import CheckpointError
 
 
 @dataclass
@@ -18,11 +20,12 @@ class Export:
     the same logits."""
 
     model: Positional[str]
-    """A run's folder (its last checkpoint), a checkpoint, a .gguf file, or smollm2."""
+    """A run's folder (its last checkpoint), a quickstart's, a checkpoint, a .gguf file, or
+    smollm2."""
     out: str
     """The folder to write."""
     dtype: Literal["bf16", "fp32"] = "bf16"
-    tokenizer: str | None = None
+    tokenizer: Place = None
     """Where the model comes without one: a tokenizer.json or its folder."""
     overwrite: bool = False
     """Replace an earlier export."""
@@ -36,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
     from stepwell.models.hf import save_hf
 
+    check_place(options.out, options.overwrite)
     model = open_model(options.model, options.tokenizer)
     ids = {}
     eos_ids = model.eos_ids
@@ -61,3 +65,13 @@ def main(argv: Sequence[str]) -> int:
             + ("" if model.tokenizer else " (without a tokenizer: name one with --tokenizer)")
         )
     return 0
+
+
+def check_place(out: str, overwrite: bool) -> None:
+    """Raises CheckpointError, before any work, for a folder that holds something already."""
+    folder = Path(out)
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise CheckpointError(
+            f"{folder} is there already; choose another folder, or replace an earlier export with "
+            "--overwrite"
+        )

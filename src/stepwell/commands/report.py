@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from stepwell.commands.inputs import parse_options
+from stepwell.commands.inputs import Place, last_run, parse_options
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Report:
     """Writes a run as one self-contained HTML page: curves, speed, memory, events, samples."""
 
     run: Positional[str]
-    """A run's folder."""
-    out: str | None = None
+    """A run's folder, or a quickstart's: then its own page is named, or its last run's written."""
+    out: Place = None
     """The page; without it, report.html in the run's folder."""
     json: bool = False
     """Print the result as JSON."""
@@ -28,7 +28,11 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options("report", Report, argv)
     from stepwell.diagnose.report import write_report
 
-    out = Path(options.out) if options.out else Path(options.run) / "report.html"
-    path = write_report(options.run, out)
+    folder = Path(options.run)
+    run = last_run(folder) or folder
+    if run != folder and options.out is None and (folder / "report.html").is_file():
+        path = folder / "report.html"
+    else:
+        path = write_report(run, Path(options.out) if options.out else run / "report.html")
     print(json.dumps({"report": str(path)}) if options.json else path)
     return 0

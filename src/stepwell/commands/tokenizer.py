@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tyro.conf import Positional
-
-from stepwell.commands.inputs import parse_options, read_documents, shown
+from stepwell.commands.inputs import Inputs, counted, parse_options, read_documents, shown
 from stepwell.types import ConfigError, DataError, Document, nearest
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ class Train:
     """Trains a byte-level BPE. Digits are tokens of their own; the tokenizer carries a chat
     template."""
 
-    inputs: Positional[tuple[str, ...]]
+    inputs: Inputs
     """What `stepwell curate` reads, or the folders that it wrote."""
     out: str
     """The folder to write."""
@@ -48,7 +46,7 @@ class Train:
 class Encode:
     """Turns documents into a token store: memory-mapped shards and a manifest."""
 
-    inputs: Positional[tuple[str, ...]]
+    inputs: Inputs
     """What `stepwell curate` reads, or the folders that it wrote."""
     tokenizer: str
     """A tokenizer.json, or a folder that holds one."""
@@ -121,13 +119,13 @@ def encode(argv: Sequence[str]) -> int:
     documents = shown(read_documents(options.inputs, options.text_column), "documents")
     num_dropped = 0
 
-    def counted():
+    def seen():
         nonlocal num_dropped
         for item in documents:
             num_dropped += not isinstance(item, Document)
             yield item
 
-    store = build_store(counted(), tokenizer, options.out)
+    store = build_store(seen(), tokenizer, options.out)
     print(_store_text(store, options.out, num_dropped, options.json))
     return 0
 
@@ -136,5 +134,6 @@ def _store_text(store: TokenStore, folder: str, num_dropped: int, as_json: bool)
     counts = {"documents": store.num_docs, "tokens": store.num_tokens, "dropped": num_dropped}
     if as_json:
         return json.dumps({"folder": folder, **counts})
-    text = f"{store.num_docs:,} documents, {store.num_tokens:,} tokens: {folder}"
+    docs, tokens = counted(store.num_docs, "document"), counted(store.num_tokens, "token")
+    text = f"{docs}, {tokens}: {folder}"
     return text + (f"\n  dropped {num_dropped:,} (unreadable or empty)" if num_dropped else "")

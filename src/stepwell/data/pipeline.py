@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stepwell.data.files import new_folder
-from stepwell.types import Document, Dropped
+from stepwell.types import DataError, Document, Dropped
 
 Item = Document | Dropped
 Step = Callable[[Iterable[Any]], Iterator[Item]]
@@ -124,8 +124,8 @@ def run_pipeline(
     """Writes `kept.jsonl` (id, source, text, meta), `removed.jsonl` (id, source, step, reason,
     detail) and `report.json` to a new folder, all of them or nothing.
 
-    steps: (name, step) in order. Raises DataError as the source does, for an existing folder and
-    for a full disk.
+    steps: (name, step) in order. Raises DataError as the source does, when no document is kept, for
+    an existing folder and for a full disk.
     """
     report = Report()
     with new_folder(folder) as temporary:
@@ -135,8 +135,22 @@ def run_pipeline(
         ):
             for doc in stream_pipeline(source, steps, report, removed):
                 kept.write(_line(asdict(doc)))
+        if not report.kept.docs:
+            raise DataError(nothing_kept(report, folder))
         (temporary / REPORT).write_text(json.dumps(report.to_json(), indent=1), "utf-8")
     return report
+
+
+def nothing_kept(report: Report, folder: str | Path) -> str:
+    """Why nothing is left: each reason with its count and an example."""
+    records = "1 record" if report.read == 1 else f"{report.read:,} records"
+    lines = [f"no document is left of {records}, so {folder} was not written"]
+    for step, drops in report.steps.items():
+        for reason, count in sorted(drops.by_reason.items(), key=lambda pair: -pair[1]):
+            first = drops.examples[reason][0]
+            detail = f": {first['detail']}" if first["detail"] else ""
+            lines.append(f"  dropped {count:>8,}  {step}: {reason}, e.g. {first['id']}{detail}")
+    return "\n".join(lines)
 
 
 def _counted_in(source: Iterable[Item], report: Report) -> Iterator[Item]:

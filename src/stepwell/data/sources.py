@@ -29,6 +29,10 @@ CODE_SUFFIXES = (
     ".c", ".cc", ".cpp", ".cs", ".go", ".h", ".hpp", ".java", ".js", ".jl", ".kt", ".lua", ".php",
     ".pl", ".py", ".r", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts",
 )  # fmt: skip
+TEXT_SUFFIXES = (".txt", ".md", ".rst")
+ROW_SUFFIXES = (
+    ".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz", ".parquet",
+)  # fmt: skip
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 PARQUET_ROWS = 256
@@ -43,12 +47,15 @@ class Record:
 
 
 def text_files(paths: Iterable[str | Path], source: str | None = None) -> Iterator[Item]:
-    """One document a UTF-8 file. Raises DataError for a missing or empty file."""
+    """One document a UTF-8 file; a Python file is read in the encoding it declares. Raises
+    DataError for a missing or empty file."""
     for path in map(Path, paths):
         content = _read_bytes(path)
         if not content:
             raise DataError(f"{path} is empty")
-        yield _decoded(str(path), source or path.stem, content, "utf-8", {"path": str(path)})
+        yield _decoded(
+            str(path), source or path.stem, content, _encoding(path, content), {"path": str(path)}
+        )
 
 
 def records(path: str | Path) -> Iterator[Record | Dropped]:
@@ -59,13 +66,14 @@ def records(path: str | Path) -> Iterator[Record | Dropped]:
     path = Path(path)
     _check_file(path)
     name = path.name.lower()
-    if name.endswith((".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")):
-        yield from _json_records(path)
-    elif name.endswith(".parquet"):
+    if name.endswith(".parquet"):
         yield from _parquet_records(path)
+    elif name.endswith(ROW_SUFFIXES):
+        yield from _json_records(path)
     else:
         raise DataError(
-            f"{path} is of no known kind: rows are read from .jsonl, .jsonl.gz and .parquet"
+            f"{path} is of no known kind: rows are read from .jsonl, .jsonl.gz and .parquet, texts "
+            f"from {', '.join(TEXT_SUFFIXES)} and source files such as .py"
         )
 
 
@@ -94,11 +102,12 @@ def rows(
 def source_tree(
     root: str | Path,
     source: str | None = None,
-    suffixes: Sequence[str] = CODE_SUFFIXES,
+    suffixes: Sequence[str] = CODE_SUFFIXES + TEXT_SUFFIXES,
     skip: frozenset[str] = SKIPPED_FOLDERS,
 ) -> Iterator[Item]:
-    """One document a source file below `root`, in sorted order; folders that are hidden or named
-    in `skip` are passed over, as are links. A Python file is read in the encoding it declares.
+    """One document a file of code or text below `root`, in sorted order; folders that are
+    hidden or named in `skip` are passed over, as are links. A Python file is read in the encoding
+    it declares.
 
     Raises DataError for a missing folder and one without such files.
     """
@@ -117,10 +126,12 @@ def source_tree(
         except OSError as error:
             yield Dropped(relative, name, "unreadable", str(error.strerror))
             continue
-        encoding = _python_encoding(content) if path.suffix == ".py" else "utf-8"
-        yield _decoded(relative, name, content, encoding, {"path": relative})
+        yield _decoded(relative, name, content, _encoding(path, content), {"path": relative})
     if empty:
-        raise DataError(f"{root} holds no files that end in {', '.join(suffixes)}")
+        raise DataError(
+            f"{root} holds no files that end in {', '.join(suffixes)}; files of rows (.jsonl, "
+            ".jsonl.gz, .parquet) are named one by one"
+        )
 
 
 def stdlib_code(source: str = "stdlib-code") -> Iterator[Item]:
@@ -175,10 +186,17 @@ def docstrings(code: str, module: str) -> str:
     return "\n\n\n".join(parts)
 
 
+def kind_of(value: Any) -> str:
+    """What a JSON or Parquet value is, in words."""
+    words = {bool: "a truth value", int: "an integer", float: "a number", str: "text"}
+    words |= {list: "a list", dict: "an object", type(None): "nothing (null)"}
+    return words.get(type(value), f"of type {type(value).__name__}")
+
+
 def checked(doc_id: str, text: Any, source: str, meta: Mapping[str, Any] | None = None) -> Item:
     """A document, or the reason why `text` cannot be one."""
     if not isinstance(text, str):
-        return Dropped(doc_id, source, "wrong_type", f"the text is a {type(text).__name__}")
+        return Dropped(doc_id, source, "wrong_type", f"the text is {kind_of(text)}")
     if not text.strip():
         return Dropped(doc_id, source, "empty")
     if "\x00" in text:
@@ -200,7 +218,7 @@ def _document(
     own_id = values.pop(id_column, None)
     doc_id = record.id if own_id is None else str(own_id)
     if text_column not in values:
-        hint = nearest(text_column, values)
+        hint = nearest(text_column, values) or f"; the row has {', '.join(values) or 'nothing'}"
         return Dropped(doc_id, name, "missing_column", f"no {text_column!r}{hint}")
     text = values.pop(text_column)
     values.pop("source", None)
@@ -234,7 +252,7 @@ def _json_record(line: bytes, place: str, name: str) -> Record | Dropped:
     except (ValueError, RecursionError) as error:
         return Dropped(place, name, "broken_json", str(error))
     if not isinstance(values, dict):
-        return Dropped(place, name, "wrong_type", f"the line holds a {type(values).__name__}")
+        return Dropped(place, name, "wrong_type", f"the line holds {kind_of(values)}")
     return Record(place, values)
 
 
@@ -284,8 +302,10 @@ def _decoded(
     return checked(doc_id, text.removeprefix("\ufeff"), source, meta)
 
 
-def _python_encoding(content: bytes) -> str | None:
-    """The encoding that a Python file declares (PEP 263)."""
+def _encoding(path: Path, content: bytes) -> str | None:
+    """UTF-8, or what a Python file declares (PEP 263)."""
+    if path.suffix != ".py":
+        return "utf-8"
     try:
         return tokenize.detect_encoding(io.BytesIO(content).readline)[0]
     except SyntaxError:
