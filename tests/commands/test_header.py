@@ -1,5 +1,6 @@
 """The header says what the run is; its figures are those of the ledger and of the settings."""
 
+from stepwell.cli import main
 from stepwell.commands.header import header_text, size_text
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
@@ -30,3 +31,15 @@ def test_a_grpo_run_counts_answers():
 def test_sizes():
     assert size_text(155 * 2**20) == "155 MiB"
     assert size_text(1536 * 2**20) == "1.5 GiB"
+
+
+def test_check_starts_nothing(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["pretrain", "quickstart-pretrain", "--check", "--dir", str(folder)]) == 0
+    assert "4,000,000 parameters" in capsys.readouterr().out
+    assert not folder.exists()
+
+
+def test_check_still_refuses_what_cannot_be(capsys):
+    assert main(["pretrain", "--check", "--model.num_kv_heads", "3"]) == 2
+    assert "num_kv_heads=3" in capsys.readouterr().err

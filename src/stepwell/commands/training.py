@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell import launch
+from stepwell.commands.header import header_text
 from stepwell.config import GRPO, SFT, Pretrain, Run
 from stepwell.schema import dotted_keys
 from stepwell.train.lock import LOCK, folder_lock
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from stepwell.tokenizer import Tokenizer
 
 METHODS = (Pretrain, SFT, GRPO)
-OPTIONS = ("nproc", "resume", "fresh", "json", "help")
+OPTIONS = ("nproc", "resume", "fresh", "check", "json", "help")
 # What a run writes into its folder, and so what --fresh may remove from it.
 WRITTEN = (
     "checkpoints",
@@ -47,6 +48,7 @@ class Arguments:
     num_procs: int | None = None
     start: Literal["either", "resume", "fresh"] = "either"
     as_json: bool = False
+    check: bool = False
 
 
 def pretrain(argv: Sequence[str]) -> int:
@@ -76,7 +78,7 @@ def parse(argv: Sequence[str]) -> Arguments:
             result.recipe = word
             continue
         name, has_value, value = word.partition("=")
-        if name in ("--json", "--resume", "--fresh"):
+        if name in ("--json", "--check", "--resume", "--fresh"):
             if has_value:
                 raise ConfigError(f"{name} takes no value, {value!r} was given")
             _switch(result, name)
@@ -230,6 +232,7 @@ def help_text(method: str) -> str:
         "  --nproc N   start N processes on this machine (under torchrun or srun: join them)",
         "  --resume    fail unless there is a checkpoint to go on from",
         "  --fresh     remove what an earlier run left in --dir, and start over",
+        "  --check     say what the run is and how much memory it will need, without starting",
         "  --json      print the result as one JSON object",
         "",
         "Keys (docs/config.md explains them), with type and default:",
@@ -278,6 +281,10 @@ def _command(method: str, argv: Sequence[str]) -> int:
         launch.check_num_procs(arguments.num_procs, rows)
     os.environ.update(launch.rank_environment(os.environ))
     is_main = os.environ.get("RANK", "0") == "0"
+    num_ranks = int(os.environ.get("WORLD_SIZE", arguments.num_procs or 1))
+    if arguments.check:
+        print(header_text(with_weights(run), num_ranks))
+        return 0
     if arguments.start == "fresh" and is_main:
         clear_folder(Path(run.dir))
     if arguments.start == "resume" and not any(Path(run.dir).glob("checkpoints/step-*")):
@@ -286,6 +293,8 @@ def _command(method: str, argv: Sequence[str]) -> int:
         return launch.launch(arguments.num_procs, [method, *_without_fresh(argv)])
     loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
     run = with_weights(run)
+    if is_main and not arguments.as_json:
+        print(header_text(run, num_ranks), file=sys.stderr)
     num_steps = 0 if _is_done_and_closed(run) else loop(run)
     if is_main:
         _print_result(run, num_steps, arguments.as_json)
@@ -302,11 +311,13 @@ def _is_done_and_closed(run: Run) -> bool:
 def with_weights(run: Run) -> Run:
     """`model.init` taken up: a run's folder stands for its last checkpoint, and the dimensions come
     from the weights. Raises ConfigError where the recipe contradicts them."""
+    init = run.model.init
+    if init is None:
+        return run
     from stepwell.train.checkpoint import is_run, of_run_or_itself
     from stepwell.train.weights import resolve
 
-    init = run.model.init
-    if init is not None and is_run(init):
+    if is_run(init):
         folder = of_run_or_itself(init, "model.init")
         model = run.model.model_dump(exclude_unset=True) | {"init": str(folder)}
         run = Run.model_validate(run.model_dump(exclude_unset=True) | {"model": model})
@@ -408,6 +419,9 @@ def _without_fresh(argv: Sequence[str]) -> list[str]:
 def _switch(arguments: Arguments, name: str) -> None:
     if name == "--json":
         arguments.as_json = True
+        return
+    if name == "--check":
+        arguments.check = True
         return
     wanted: Literal["resume", "fresh"] = "resume" if name == "--resume" else "fresh"
     if arguments.start not in ("either", wanted):
