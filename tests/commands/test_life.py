@@ -128,6 +128,7 @@ def test_eval_scores_texts_choices_and_answers(life, capsys):
         ("export rewarded --out clean", 4, "with --overwrite"),
         ("curate --out y", 3, "no input"),
         ("curate nowhere --out y", 3, "there is no input 'nowhere'"),
+        ("generate rewarded --prompts-file clean", 3, "clean is a folder; name the file in it"),
         ("curate stdlib-cod --out y", 3, "'stdlib-cod' (did you mean 'stdlib-code'?)"),
         ("curate docs.bin --out y", 3, "texts from .txt, .md, .rst and source files such as .py"),
         ("curate rows --out y", 3, "files of rows (.jsonl, .jsonl.gz, .parquet) are named one by"),
@@ -207,7 +208,7 @@ def test_curation_reads_single_files_and_folders_of_text_and_code(life, capsys):
     assert [k["id"] for k in kept] == ["a.md", "b.txt", "c.py", "latin.py", "mk.py", "one.rst"]
     assert "Straße" in kept[3]["text"]
     out = run(capsys, *["curate", "mk.py", "--filters", "none", "--no-dedup", "--out", "one"])
-    assert out.startswith("read 1 record\nkept 1 document, ")
+    assert out == "read 1 record\nkept 1 document, 0.0 kB: one\n"
 
 
 @pytest.mark.parametrize("words", ["curate", "tokenizer train", "tokenizer encode", "generate"])
@@ -283,3 +284,30 @@ def test_a_quickstarts_folder_stands_for_its_last_run(life, capsys):
     (folder / "report.html").write_text("<html>")
     assert run(capsys, "report", "quick").strip() == "quick/report.html"
     assert (folder / "report.html").read_text() == "<html>"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "curate LONG --out y",
+        "tokenizer train LONG --out y",
+        "tokenizer encode clean --tokenizer LONG --out y",
+        "generate LONG --prompt x",
+        "generate rewarded --prompts-file LONG",
+        "export LONG --out y",
+        "export rewarded --out LONG",
+        "report LONG",
+        "report rewarded --out LONG",
+        "report rewarded --out docs.jsonl/page.html",
+        "export rewarded --out docs.jsonl/model",
+    ],
+)
+def test_a_path_that_cannot_be_is_named_in_one_line(life, capsys, words):
+    before = sorted(p.name for p in life.iterdir())
+    long = "x" * 300
+    assert main(words.replace("LONG", long).split()) in (1, 3, 4)
+    message = capsys.readouterr().err
+    assert message.startswith("stepwell: ")
+    assert message.count("\n") == 1
+    assert (long if "LONG" in words else "docs.jsonl") in message
+    assert sorted(p.name for p in life.iterdir()) == before

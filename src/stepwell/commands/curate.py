@@ -64,7 +64,7 @@ def report_text(report: Report, folder: str) -> str:
     kept = counted(report.kept.docs, "document")
     lines = [
         f"read {counted(report.read, 'record')}",
-        f"kept {kept}, {report.kept.bytes / 1e6:,.2f} MB: {folder}",
+        f"kept {kept}, {report.kept.size_text}: {folder}",
     ]
     for step, drops in report.steps.items():
         for reason, count in sorted(drops.by_reason.items(), key=lambda item: -item[1]):

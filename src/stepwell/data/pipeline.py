@@ -31,6 +31,10 @@ class Volume:
     characters: int = 0
     bytes: int = 0
 
+    @property
+    def size_text(self) -> str:
+        return f"{self.bytes / 1e6:,.2f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:,.1f} kB"
+
     def add(self, text: str) -> None:
         self.docs += 1
         self.characters += len(text)

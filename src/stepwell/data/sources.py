@@ -322,6 +322,8 @@ def _walk(root: Path, skip: frozenset[str]) -> Iterator[Path]:
 
 
 def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise DataError(f"{path} is a folder; name the file in it")
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     if path.stat().st_size == 0:
