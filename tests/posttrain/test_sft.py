@@ -188,6 +188,11 @@ def test_rows_longer_than_a_row_of_the_batch_are_counted(world, capsys):
     assert f"raise data.seq_len to {needed}," in message
     assert not Path("longer").exists()
     assert main(words("sft", {**values, "data.seq_len": needed})) == 0
+    # Started anew (as after a kill before the first checkpoint), the counts are told again.
+    shutil.rmtree("longer/checkpoints")
+    assert main(words("sft", {**values, "data.seq_len": needed})) == 0
+    (event,) = (e for e in read_events("longer") if e["event"] == "data")
+    assert (event["rows"], event["kept"], event["dropped"]) == (1, 1, {})
     # Rendered before, and then cut shorter.
     shutil.rmtree("longer/checkpoints")
     assert main(words("sft", {**values, "data.seq_len": 16})) == 3

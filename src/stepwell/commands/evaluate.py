@@ -69,8 +69,6 @@ class Evaluate:
 
 
 def main(argv: Sequence[str]) -> int:
-    from stepwell.train.weights import check_tokenizer
-
     options = parse_options("eval", Evaluate, argv)
     if not (options.text or options.choices or options.prompts):
         raise ConfigError("nothing to evaluate: give --text, --choices or --prompts")
@@ -81,7 +79,6 @@ def main(argv: Sequence[str]) -> int:
         )
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
-    check_tokenizer(options.model, tokenizer, model.tokenizer)
     engine = open_engine(model, options.dtype, options.seq_len)
     results = {name: text_result(engine, tokenizer, name, options) for name in options.text}
     results |= {name: choice_result(engine, tokenizer, name, options) for name in options.choices}

@@ -68,7 +68,7 @@ def _train(
     loss = cross_entropy(run.loss)
     fingerprint = tokenizer.fingerprint
     with open_session(run, weights, mesh=mesh, tokenizer=fingerprint, held=True) as session:
-        for event in events:
+        for event in events if session.extra is None else ():
             session.log.event("data", **event)
         start = session.engine.step
         stream = packed_stream(
@@ -97,7 +97,8 @@ def _train(
 def chat_store(
     run: Run, path: str, name: str, tokenizer: Tokenizer, mesh: Mesh
 ) -> tuple[TokenStore, list[dict[str, Any]]]:
-    """The rows of `path`, rendered once into folder `name` of the run; and what to log about it.
+    """The rows of `path`, rendered once into folder `name` of the run; and what to log about it
+    when the run starts.
 
     Rendered anew when the file or the tokenizer has changed since. Raises ConfigError if
     checkpoints were trained on what was rendered before, DataError if data.seq_len cuts every row
@@ -115,6 +116,7 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
     origin = rows_origin(path, tokenizer, method.max_rows)
     note = folder.with_name(f"{name}.origin.json")
     known = json.loads(note.read_text("utf-8")) if note.exists() else None
+    counts = known.pop("counts", None) if known is not None else None
     if known != origin and known is not None and checkpoint.latest(run.dir) is not None:
         changed = [key for key in origin if known.get(key) != origin[key]]
         raise ConfigError(
@@ -123,10 +125,10 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
         )
     if known not in (None, origin):
         shutil.rmtree(folder, ignore_errors=True)
-        note.unlink()
     if known == origin and (folder / "manifest.json").exists():
-        check_lengths(TokenStore.open(folder, tokenizer), path, run.data.seq_len)
-        return []
+        store = TokenStore.open(folder, tokenizer)
+        check_lengths(store, path, run.data.seq_len)
+        return [rows_event(path, counts, store, run.data.seq_len)] if counts else []
     # The note comes first: after a kill the folder is known to be ours.
     note.write_text(json.dumps(origin), "utf-8")
     try:
@@ -140,18 +142,25 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
         shutil.rmtree(folder)
         note.unlink()
         raise
-    cut = packing_report(store, run.data.seq_len)
+    counts = {"rows": report.rows, "dropped": dict(report.drops.by_reason)}
+    note.write_text(json.dumps({**origin, "counts": counts}), "utf-8")
+    return [rows_event(path, counts, store, run.data.seq_len)]
+
+
+def rows_event(
+    path: str, counts: dict[str, Any], store: TokenStore, seq_len: int
+) -> dict[str, Any]:
+    """What became of the rows. counts: those that were read, and what rendering dropped."""
+    cut = packing_report(store, seq_len)
     too_long = {"too_long": cut["no_trained_tokens"]} if cut["no_trained_tokens"] else {}
-    return [
-        {
-            "path": path,
-            "rows": report.rows,
-            "kept": cut["docs"],
-            "dropped": {**report.drops.by_reason, **too_long},
-            "truncated": cut["truncated"],
-            "trained_tokens": cut["trained_tokens"],
-        }
-    ]
+    return {
+        "path": path,
+        "rows": counts["rows"],
+        "kept": cut["docs"],
+        "dropped": {**counts["dropped"], **too_long},
+        "truncated": cut["truncated"],
+        "trained_tokens": cut["trained_tokens"],
+    }
 
 
 def check_lengths(store: TokenStore, path: str, seq_len: int) -> None:
