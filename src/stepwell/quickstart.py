@@ -287,6 +287,7 @@ def pretrain_run(state: Quickstart) -> Run:
             "data.sources": mixture(0.7, 0.3),
             "data.decay_sources": mixture(0.3, 0.7),
             "data.heldout": [{"path": str(stores / "heldout")}],
+            "data.tokenizer": str(state.root / "tokenizer"),
         },
     )
 
