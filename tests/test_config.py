@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -194,10 +195,10 @@ def test_no_number_and_no_flag_takes_another_type():
                 continue
             allowed = str(field.annotation)
             is_flag, is_number = "bool" in allowed, "int" in allowed or "float" in allowed
-            values = {"method": {"kind": method.kind}}
+            values: dict[str, Any] = {"method": {"kind": method.kind}}
             for wrong in [1, "true"] if is_flag else [True, "1"] if is_number else []:
                 *parents, _ = key.split(".")
-                table = values
+                table: dict[str, Any] = values
                 for parent in parents:
                     table = table.setdefault(parent, {})
                 table[name] = wrong
