@@ -21,7 +21,7 @@ LEVELS = [
     ["train"],
     ["plan", "eval"],
     ["diagnose", "posttrain"],
-    ["labs", "quickstart_report"],
+    ["labs"],
     ["commands"],
     ["quickstart"],
     ["cli"],

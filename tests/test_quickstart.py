@@ -15,7 +15,8 @@ import torch
 
 from stepwell.metrics import read_metrics
 from stepwell.posttrain.chain_sum import Problem
-from stepwell.quickstart import SMALL, claim, main
+from stepwell.quickstart.main import claim, main
+from stepwell.quickstart.state import SMALL
 from stepwell.types import ConfigError
 
 COMMAND = [sys.executable, "-m", "stepwell.cli", "quickstart", "--small", "--dir"]

@@ -28,7 +28,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command(
             "quickstart",
             "a small model's whole life, from raw text to a report",
-            "stepwell.quickstart:main",
+            "stepwell.quickstart.main:main",
         ),
     ),
     "Data": (

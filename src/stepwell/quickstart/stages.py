@@ -1,27 +1,30 @@
-"""`stepwell quickstart`: a small model's whole life on real text, from raw documents to a report.
-
-Each stage writes into its own folder and leaves a mark when it is done, so the same command goes
-on after a kill; the training stages go on inside themselves.
-"""
+"""The stages of a quickstart. Each takes the quickstart and returns what the report says of it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.resources import files
-from itertools import chain, islice
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stepwell.config import Run
-from stepwell.types import ConfigError, Document
+from stepwell.quickstart.state import (
+    CODE,
+    PROSE,
+    SEED,
+    Quickstart,
+    documents,
+    heldout,
+    heldout_texts,
+    init_of,
+    load_engine,
+    load_prompts,
+    write_problems,
+)
+from stepwell.types import CheckpointError
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
@@ -29,133 +32,8 @@ if TYPE_CHECKING:
     from stepwell.tokenizer import Tokenizer
     from stepwell.train.engine import Engine
 
-SEED = 0
-HELDOUT_DOCUMENTS = 0.02
-NUM_SHOWN = 6
-CODE, PROSE = "stdlib-code", "stdlib-prose"
-
-
-@dataclass
-class Options:
-    """A small language model's whole life: curate, tokenizer, pretrain, sft, grpo, evaluate,
-    export, report. Killed at any point, the same command goes on where it was."""
-
-    dir: str = "runs/quickstart"
-    """Where everything is written."""
-    small: bool = False
-    """Every stage in under two minutes, to check an installation; the model learns little."""
-    model: Literal["scratch", "smollm2"] = "scratch"
-    """smollm2: post-train the real SmolLM2-135M instead of pretraining a model (takes longer)."""
-    fresh: bool = False
-    """Remove what an earlier quickstart left in --dir and start over."""
-    json: bool = False
-    """Print the results as one JSON object."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The sizes of a quickstart: problems, and settings of the recipes that differ from them.
-
-    every: only each so-many-th document is read. eval_bytes: of held-out text that is scored.
-    """
-
-    num_sft_rows: int
-    num_prompts: int
-    num_heldout: int
-    every: int = 1
-    eval_bytes: int = 200_000
-    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-FULL = Plan(num_sft_rows=8000, num_prompts=4000, num_heldout=400)
-SMALL = Plan(
-    num_sft_rows=400,
-    num_prompts=200,
-    num_heldout=64,
-    every=4,
-    eval_bytes=30_000,
-    overrides={
-        "pretrain": {
-            "train.steps": 24,
-            "optim.schedule.warmup_steps": 4,
-            "optim.schedule.decay_steps": 6,
-            "train.eval_every": 12,
-        },
-        "sft": {"train.steps": 20},
-        "grpo": {"train.steps": 3, "method.prompts_per_step": 8, "method.group_size": 4},
-    },
-)
-SMOLLM2 = Plan(num_sft_rows=1000, num_prompts=1000, num_heldout=200)
-
-
-@dataclass(frozen=True)
-class Quickstart:
-    root: Path
-    plan: Plan
-    base: Literal["scratch", "smollm2"]
-
-    def done(self, stage: str) -> dict[str, Any] | None:
-        """The result of a finished stage."""
-        path = self._mark(stage)
-        return json.loads(path.read_text("utf-8")) if path.exists() else None
-
-    def finish(self, stage: str, result: dict[str, Any]) -> None:
-        write_text(self._mark(stage), json.dumps(result, indent=1))
-
-    def _mark(self, stage: str) -> Path:
-        return self.root / "done" / f"{stage}.json"
-
-    def run_of(self, stage: str, **settings: Any) -> Run:
-        """The shipped recipe of a training stage with this quickstart's paths and sizes."""
-        name = "quickstart" if self.base == "scratch" else f"quickstart-{self.base}"
-        recipe = Path(str(files("stepwell.recipes"))) / f"{name}-{stage}.toml"
-        overrides = {"dir": str(self.root / stage), **self.plan.overrides.get(stage, {})}
-        return Run.load(recipe, {**overrides, **settings})
-
-    def tokenizer(self) -> Tokenizer:
-        from stepwell.tokenizer import Tokenizer
-
-        return Tokenizer.load(self.root / "tokenizer")
-
-
 Stage = Callable[[Quickstart], dict[str, Any]]
-
-
-def main(argv: Sequence[str]) -> int:
-    from stepwell.commands.inputs import parse_options
-
-    options = parse_options("quickstart", Options, argv)
-    root = Path(options.dir)
-    if options.fresh:
-        remove(root)
-    plan = SMALL if options.small else FULL if options.model == "scratch" else SMOLLM2
-    state = Quickstart(root, plan, options.model)
-    claim(root, {"small": options.small, "model": options.model})
-    stages = stages_of(options.model)
-    if all(state.done(name) is not None for name in stages):
-        print(f"finished before: {root / 'report.html'}; --fresh starts over", file=sys.stderr)
-    for number, (name, stage) in enumerate(stages.items(), 1):
-        if state.done(name) is not None:
-            continue
-        print(f"[{number}/{len(stages)}] {name}", file=sys.stderr, flush=True)
-        begin = time.perf_counter()
-        result = stage(state)
-        seconds = time.perf_counter() - begin
-        state.finish(name, {"seconds": seconds, **result})
-        print(f"      {result.get('summary', 'done')} ({seconds:.0f} s)", file=sys.stderr)
-    results = {name: state.done(name) for name in stages}
-    print(json.dumps(results) if options.json else closing_text(root))
-    return 0
-
-
-def closing_text(root: Path) -> str:
-    return "\n".join(
-        [
-            f"report:    {root / 'report.html'}",
-            f"try it:    stepwell generate {root / 'model'} --chat --prompt '7+5-9+3=?'",
-            f"the model: {root / 'model'} (AutoModelForCausalLM.from_pretrained loads it)",
-        ]
-    )
+NUM_SHOWN = 6
 
 
 def stages_of(model: str) -> dict[str, Stage]:
@@ -170,37 +48,6 @@ def stages_of(model: str) -> dict[str, Stage]:
         "export": export,
         "report": report,
     }
-
-
-def claim(root: Path, wanted: dict[str, Any]) -> None:
-    """Notes what this folder is for. Raises ConfigError if it holds another quickstart."""
-    path = root / "quickstart.json"
-    if path.exists():
-        found = json.loads(path.read_text("utf-8"))
-        if found != wanted:
-            raise ConfigError(
-                f"{root} holds a quickstart with {found}, not {wanted}; choose another --dir, or "
-                "--fresh to start over"
-            )
-        return
-    if root.exists() and any(root.iterdir()):
-        raise ConfigError(
-            f"{root} is not empty and holds no quickstart; choose another --dir, e.g. {root}-2"
-        )
-    root.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(wanted))
-
-
-def remove(root: Path) -> None:
-    """Removes an earlier quickstart. Raises ConfigError for a folder that is none."""
-    if not root.exists():
-        return
-    if not (root / "quickstart.json").exists():
-        raise ConfigError(f"--fresh: {root} holds no quickstart, so it is left alone")
-    shutil.rmtree(root)
-
-
-# --- the stages ----------------------------------------------------------------------------------
 
 
 def curate(state: Quickstart) -> dict[str, Any]:
@@ -439,96 +286,16 @@ def compare_with_transformers(folder: Path, engine: Engine, ids: tuple[int, ...]
         ).logits_BTV
     difference = (wanted_BTV - got_BTV.cpu()).abs().max().item()
     if difference > 1e-3:
-        raise ConfigError(f"the export's logits differ from the model's by {difference}")
+        raise CheckpointError(f"the export's logits differ from the model's by {difference}")
     return difference
 
 
 def report(state: Quickstart) -> dict[str, Any]:
     from stepwell.diagnose.report import write_report
-    from stepwell.quickstart_report import report_data
+    from stepwell.quickstart.report import report_data
 
     path = write_report(report_data(state.root, stages_of(state.base)), state.root / "report.html")
     return {"path": str(path), "summary": str(path)}
-
-
-# --- pieces --------------------------------------------------------------------------------------
-
-
-def documents(state: Quickstart) -> Iterator[Document]:
-    """The curated documents, as they were written."""
-    from stepwell.data.sources import rows
-
-    kept = rows(state.root / "curated" / "kept.jsonl")
-    for item in islice(kept, 0, None, state.plan.every):
-        if isinstance(item, Document):
-            yield item
-
-
-def heldout(doc: Document) -> bool:
-    """Whether a document is kept from training, by a hash of its id."""
-    digest = hashlib.sha256(doc.id.encode()).digest()
-    return int.from_bytes(digest[:8]) / 2**64 < HELDOUT_DOCUMENTS
-
-
-def heldout_texts(state: Quickstart) -> list[str]:
-    """Held-out documents, up to plan.eval_bytes of text."""
-    if state.base != "scratch":
-        return []
-    texts, size = [], 0
-    for doc in filter(heldout, documents(state)):
-        text = doc.text[: state.plan.eval_bytes // 8]
-        size += len(text)
-        if size > state.plan.eval_bytes:
-            break
-        texts.append(text)
-    return texts
-
-
-def write_problems(state: Quickstart) -> int:
-    """Three files of problems with nothing in common. Returns how many held-out problems occur in
-    training, in whatever order of their numbers: it must be 0, or ConfigError."""
-    from stepwell.posttrain import chain_sum
-
-    plan, folder = state.plan, state.root / "problems"
-    train = chain_sum.problems(plan.num_sft_rows + plan.num_prompts, "train", SEED)
-    test = chain_sum.problems(plan.num_heldout, "heldout", SEED)
-    shared = len(chain_sum.overlap(train, test))
-    if shared:
-        raise ConfigError(f"{shared} held-out problems are among those trained on")
-    folder.mkdir(parents=True, exist_ok=True)
-    shown = [p.row(worked=i % 2 == 0) for i, p in enumerate(train[: plan.num_sft_rows])]
-    write_lines(folder / "train.jsonl", shown)
-    write_lines(folder / "prompts.jsonl", (p.row() for p in train[plan.num_sft_rows :]))
-    write_lines(folder / "heldout.jsonl", (p.row() for p in test))
-    return shared
-
-
-def load_prompts(state: Quickstart, name: str) -> list[Prompt]:
-    from stepwell.eval.items import load_prompts as load
-
-    return load(state.root / "problems" / f"{name}.jsonl", state.tokenizer())[0]
-
-
-def init_of(state: Quickstart, stage: str) -> str:
-    """The last checkpoint of a stage, or the name of the real model in its place."""
-    from stepwell.train.checkpoint import latest
-
-    if state.base == "smollm2" and stage in ("pretrain", "base"):
-        return "smollm2"
-    folder = latest(state.root / stage)
-    if folder is None:
-        raise ConfigError(f"{state.root / stage} has no checkpoint; --fresh starts over")
-    return str(folder)
-
-
-def load_engine(state: Quickstart, stage: str) -> Engine:
-    """The model after a stage, ready to score and sample."""
-    from stepwell.train.engine import Engine
-    from stepwell.train.weights import initial_weights, resolve
-
-    settings = {"model.init": init_of(state, stage), "layout.compile": False}
-    run = resolve(state.run_of("sft", **settings))
-    return Engine(run, initial_weights(run.model))
 
 
 def answer(
@@ -591,14 +358,3 @@ def memory_result(run: Run) -> dict[str, Any]:
             "items": {k: v for k, v in asdict(ledger.items).items() if v},
         }
     }
-
-
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
-
-
-def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
