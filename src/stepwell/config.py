@@ -215,8 +215,9 @@ class GuardConfig(Section):
 
 class CheckpointConfig(Section):
     """keep_best: that many of the lowest held-out loss stay besides keep_last; each evaluation then
-    ends in a checkpoint. branch_from: a checkpoint, or a run's last, whose whole state (weights, step,
-    data position) this run starts from, e.g. to branch a decay off a stable phase."""
+    ends in a checkpoint. branch_from: a checkpoint, or a run's folder, whose whole state (weights,
+    optimiser, step, data position) this run starts from, e.g. to branch a decay off a stable
+    phase."""
 
     every_steps: Positive = 200
     keep_last: Positive = 2
