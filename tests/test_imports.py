@@ -16,7 +16,7 @@ LEVELS = [
     ["config"],
     ["presets"],
     ["tokenizer", "metrics", "hardware", "launch"],
-    ["models", "data"],
+    ["models", "data", "ranks"],
     ["parallel", "generate"],
     ["train"],
     ["plan", "eval"],

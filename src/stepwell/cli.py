@@ -70,6 +70,13 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
     ),
+    "Learning": (
+        Command(
+            "lab",
+            "measure what a technique claims: numbers, a plot, a verdict",
+            "stepwell.commands.lab:main",
+        ),
+    ),
 }
 FULL = {errno.ENOSPC, errno.EDQUOT}
 # What a system says about a path that somebody named, and never because code of ours is wrong.

@@ -6,12 +6,13 @@ from stepwell.parallel.mesh import (
     all_gather_objects,
     all_reduce_max,
     all_reduce_sum,
-    axis_sizes,
     barrier,
     broadcast_object,
     init_distributed,
     launched_ranks,
 )
+from stepwell.parallel.rules import axis_sizes
+from stepwell.ranks import RanksFailed
 from stepwell.types import ConfigError
 from tests.parallel.ranks import run_ranks
 
@@ -22,7 +23,8 @@ from tests.parallel.ranks import run_ranks
 )
 def test_axis_sizes_fill_the_world(replicate, shard, world, sizes):
     layout = LayoutConfig(dp_replicate=replicate, dp_shard=shard)
-    assert axis_sizes(layout, world) == sizes
+    found = axis_sizes(layout, world)
+    assert (found.dp_replicate, found.dp_shard) == sizes
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def _collectives(replicate):
     again = init_distributed(LayoutConfig(dp_replicate=replicate))
     assert again.rank == mesh.rank
     assert mesh.device_mesh is not None
-    assert mesh.device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard")
+    assert mesh.device_mesh.mesh_dim_names == ("pp", "dp_replicate", "fsdp", "tp")
     x = torch.tensor([mesh.rank, 10 * mesh.rank], dtype=torch.float64)
     barrier(mesh)
     return {
@@ -84,7 +86,7 @@ def _collectives(replicate):
 def test_collectives_on_four_ranks():
     for rank, got in enumerate(run_ranks(_collectives, 4, 2)):
         assert got == {
-            "shape": (2, 2),
+            "shape": (1, 2, 2, 1),
             "data": (rank, 4),
             "sum": [6, 60],
             "max": [3, 30],
@@ -112,5 +114,5 @@ def _one_fails():
 
 
 def test_a_failing_rank_shows_its_traceback():
-    with pytest.raises(AssertionError, match="the reason on rank 1"):
+    with pytest.raises(RanksFailed, match="the reason on rank 1"):
         run_ranks(_one_fails, 2)
