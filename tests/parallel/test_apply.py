@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from stepwell.config import LayoutConfig, ModelConfig, PrecisionConfig
+from stepwell.config import LayoutConfig, ModelConfig, PrecisionConfig, Run
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
 from stepwell.parallel.apply import parallelize
 from stepwell.parallel.init import init_parameters
@@ -22,7 +22,7 @@ def build(mesh, layout):
     with torch.device("meta"):
         decoder = Decoder(CFG)
     names = [name for name, _ in decoder.named_parameters()]
-    found = parallelize(decoder, mesh, layout, PRECISION)
+    found = parallelize(decoder, mesh, Run(model=CFG, layout=layout, precision=PRECISION))
     assert found is decoder
     assert [name for name, _ in found.named_parameters()] == names
     init_parameters(decoder, 3, lambda name, _: init_rule(CFG, name))
@@ -62,8 +62,8 @@ def test_compile_is_per_block_and_keeps_names_and_values():
     """Each block has compiled code of its own call; nothing is compiled before it is called."""
     decoder = build(ALONE, LayoutConfig(compile=True))
     plain = build(ALONE, LayoutConfig())
-    assert all(block._compiled_call_impl is not None for block in decoder.blocks)
-    assert all(block._compiled_call_impl is None for block in plain.blocks)
+    assert all(block._compiled_call_impl is not None for block in decoder.blocks.values())
+    assert all(block._compiled_call_impl is None for block in plain.blocks.values())
     assert decoder._compiled_call_impl is None
 
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from stepwell.config import LayoutConfig, ModelConfig, OptimConfig, PrecisionConfig
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
-from stepwell.parallel.fsdp import apply_fsdp, set_gradient_sync
+from stepwell.parallel.fsdp import apply_fsdp, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.train.optim import build_optimizer, clip, grad_norm
@@ -68,7 +68,7 @@ def _step(mesh, layout, num_micro_batches, cfg=CFG):
     mine = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
     parts = mine.chunk(num_micro_batches)
     for number, rows in enumerate(parts):
-        set_gradient_sync(decoder, number == len(parts) - 1)
+        begin_micro_batch(decoder, layout, number == len(parts) - 1)
         _loss(decoder, rows).backward()
     parameters = dict(decoder.named_parameters())
     gradients = {name: _full(p.grad) for name, p in parameters.items()}
@@ -88,7 +88,7 @@ def _step(mesh, layout, num_micro_batches, cfg=CFG):
 
 def _muon_step(mesh, layout):
     decoder = _build(mesh, layout)
-    for block in decoder.blocks[1:]:
+    for block in list(decoder.blocks.values())[1:]:
         block.requires_grad_(False)
     config = OptimConfig(kind="muon", muon_lr=0.02)
     optimizer = build_optimizer(decoder.named_parameters(), config)
@@ -114,7 +114,7 @@ def test_muon_and_frozen_blocks_on_three_ranks(ranks):
 
 def _scored_between_steps(reshard):
     """A forward pass without a backward must leave nothing behind that is saved or loaded into."""
-    layout = LayoutConfig(reshard_after_forward=reshard)
+    layout = LayoutConfig(reshard_after_forward="always" if reshard else "never")
     mesh = init_distributed(layout)
     decoder = _build(mesh, layout, precision=PrecisionConfig())
     before = {name: _full(p) for name, p in decoder.named_parameters()}
@@ -164,7 +164,9 @@ def _all_layouts(settings, tied):
     cfg = CFG.model_copy(update={"tied": tied})
     results = []
     for replicate, reshard, num_micro_batches in settings:
-        layout = LayoutConfig(dp_replicate=replicate, reshard_after_forward=reshard)
+        layout = LayoutConfig(
+            dp_replicate=replicate, reshard_after_forward="always" if reshard else "never"
+        )
         results.append(_step(init_distributed(layout), layout, num_micro_batches, cfg))
     return results
 
@@ -211,16 +213,16 @@ def _bf16_and_memory():
     seen = []
 
     def look(module, inputs):
-        seen.append((module.attn.wq.weight.dtype, inputs[0].dtype, inputs[1].dtype))
+        seen.append((module.attn.wq.weight.dtype, inputs[0].dtype, inputs[1].cos.dtype))
 
-    for block in decoder.blocks:
+    for block in decoder.blocks.values():
         block.register_forward_pre_hook(look)
     rows = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
     loss = _loss(decoder, rows, torch.bfloat16)
     loss.backward()
     local = sum(p.to_local().numel() for p in decoder.parameters())
     whole = sum(p.numel() for p in decoder.parameters())
-    gradient = decoder.blocks[0].attn.wq.weight.grad
+    gradient = decoder.blocks["0"].attn.wq.weight.grad
     return seen, gradient.dtype, _full(gradient), local / whole
 
 
@@ -231,7 +233,7 @@ def test_bf16_compute_keeps_float32_masters_and_sharded_memory(ranks):
         precision=PrecisionConfig(),
     )
     _loss(single, torch.arange(ROWS), torch.bfloat16).backward()
-    expected = single.blocks[0].attn.wq.weight.grad
+    expected = single.blocks["0"].attn.wq.weight.grad
     shares = []
     for seen, dtype, gradient, share in ranks(3)["bf16"]:
         assert set(seen) == {(torch.bfloat16, torch.bfloat16, torch.float32)}

@@ -103,7 +103,7 @@ def test_rule_decides_and_wrappers_do_not_change_names():
 def _sharded():
     mesh = init_distributed(LayoutConfig()).device_mesh
     assert mesh is not None
-    mesh = mesh["dp_shard"]
+    mesh = mesh["fsdp"]
     full = {}
     for name, shape in SHAPES.items():
         for dim in range(len(shape)):
@@ -115,6 +115,8 @@ def _sharded():
 
 def _sharded_twice():
     mesh = init_distributed(LayoutConfig(dp_replicate=2)).device_mesh
+    assert mesh is not None
+    mesh = mesh["dp_replicate", "fsdp"]
     full = {}
     for name, placements in [
         ("embed.weight", [Shard(0), Shard(1)]),

@@ -24,7 +24,7 @@ CASES = [
     Case("fsdp 2, accumulation", num_ranks=2, micro_batch_rows=2),
     Case("fsdp 3, uneven", num_ranks=3, micro_batch_rows=2),
     Case("fsdp 4", num_ranks=4, micro_batch_rows=7),
-    Case("fsdp 2, no reshard", num_ranks=2, overrides={"layout.reshard_after_forward": False}),
+    Case("fsdp 2, no reshard", num_ranks=2, overrides={"layout.reshard_after_forward": "never"}),
     Case(
         "hsdp 2x2", num_ranks=4, overrides={"layout.dp_replicate": 2, "train.global_batch_rows": 8}
     ),
@@ -263,7 +263,7 @@ def test_resume_is_bit_exact(tmp_path, kind):
 
 
 def test_checkpoint_of_four_ranks_goes_on_on_two_and_one(tmp_path):
-    run = base_run(**{"layout.reshard_after_forward": True})
+    run = base_run(**{"layout.reshard_after_forward": "always"})
     straight, end = train_some(run, tmp_path / "a", 3, None)
     losses = run_ranks(train_some, 4, run, tmp_path / "b", 1, None)[0][0]
     losses += run_ranks(train_some, 2, run, tmp_path / "b", 1, "at1")[0][0]

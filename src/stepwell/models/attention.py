@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.config import ModelConfig
 from stepwell.models import block_attention
-from stepwell.models.layers import Linear, RMSNorm, apply_rope
+from stepwell.models.layers import Context, Linear, RMSNorm, apply_rope
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -212,14 +212,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """cos, sin (N, 1, E/2); returns (B, T, D)."""
+    def forward(self, x_ND: Tensor, context: Context) -> Tensor:
         q_NHE, k_NKE, v_NKE = (
-            w(x_BTD).view(-1, w.out_features // self.head_dim, self.head_dim)
-            for w in (self.wq, self.wk, self.wv)
+            w(x_ND).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_NHE, k_NKE = self.q_norm(q_NHE), self.k_norm(k_NKE)
-        q_NHE, k_NKE = apply_rope(q_NHE, cos, sin), apply_rope(k_NKE, cos, sin)
-        out_NHE = attend(q_NHE, k_NKE, v_NKE, cu_seqlens, self.window)
-        return self.wo(out_NHE.flatten(1).view(*x_BTD.shape[:-1], -1))
+        q_NHE, k_NKE = (apply_rope(x, context.cos, context.sin) for x in (q_NHE, k_NKE))
+        out_NHE = attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
+        return self.wo(out_NHE.flatten(1))

@@ -8,12 +8,24 @@ under FSDP2 (which hands over weights already in compute dtype).
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepwell.config import ModelConfig, RopeScaling
+
+
+class Context(NamedTuple):
+    """What the tokens of a micro-batch share in every block. cos, sin (N, 1, E/2): their rotary
+    angles; cu_seqlens: borders of their documents; tp: the ranks of the tensor axis."""
+
+    cos: Tensor
+    sin: Tensor
+    cu_seqlens: Tensor
+    tp: dist.ProcessGroup | None = None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -135,5 +147,5 @@ class SwiGLU(nn.Module):
         self.w_up = Linear(d_model, d_ff, bias=False)
         self.w_down = Linear(d_ff, d_model, bias=False)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x_BTD)) * self.w_up(x_BTD))
+    def forward(self, x_ND: Tensor, context: Context) -> Tensor:
+        return self.w_down(F.silu(self.w_gate(x_ND)) * self.w_up(x_ND))

@@ -11,12 +11,20 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepwell.config import ModelConfig
 from stepwell.models.attention import Attention
-from stepwell.models.layers import Linear, RMSNorm, SwiGLU, rope_angles, rope_frequencies
+from stepwell.models.layers import (
+    Context,
+    Linear,
+    RMSNorm,
+    SwiGLU,
+    rope_angles,
+    rope_frequencies,
+)
 from stepwell.models.logits import token_stats
 
 # The logical axes of every parameter, once: sharding and the planner read this table.
@@ -76,7 +84,8 @@ class TokenOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """needs: fields of TokenOutputs without their suffix, e.g. {"logprobs", "entropy"}."""
+    """needs: fields of TokenOutputs without their suffix, e.g. {"logprobs", "entropy"}.
+    tp: the ranks of the tensor axis, if there is one."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -84,6 +93,17 @@ class ForwardOptions:
     keep_logits: bool = False
     temperature: float = 1.0
     compiled: bool = False
+    tp: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a decoder: blocks start..stop-1; the first has the embedding, the last the head."""
+
+    start: int
+    stop: int
+    first: bool = True
+    last: bool = True
 
 
 class Block(nn.Module):
@@ -94,37 +114,48 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
-    def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), cos, sin, cu_seqlens)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def forward(self, x_ND: Tensor, context: Context) -> Tensor:
+        x_ND = x_ND + self.attn(self.attn_norm(x_ND), context)
+        return x_ND + self.mlp(self.mlp_norm(x_ND), context)
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Everything per token is computed inside `forward`, so that a
-    wrapper which gathers the root's parameters (FSDP2) also serves the chunked head."""
+    """A decoder-only transformer, or a piece of one. Everything per token is computed inside
+    `forward`, so that a wrapper which gathers the root's parameters (FSDP2) also serves the chunked
+    head. Parameters have the same names in a piece as in the whole."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, piece: Piece | None = None):
         super().__init__()
-        self.cfg = cfg
-        self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
-        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.num_layers))
-        self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-        self.head = None if cfg.tied else Linear(cfg.d_model, cfg.vocab_size, bias=False)
+        self.cfg, self.piece = cfg, piece or Piece(0, cfg.num_layers)
+        piece = self.piece
+        self.embed = self.norm = self.head = None
+        if piece.first or (piece.last and cfg.tied):
+            self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        self.blocks = nn.ModuleDict({str(i): Block(cfg) for i in range(piece.start, piece.stop)})
+        if piece.last:
+            self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
+            if not cfg.tied:
+                self.head = Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
     @property
     def head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        owner = self.embed if self.head is None else self.head
+        assert owner is not None, "only the last piece has a head"
+        return owner.weight
 
     def forward(
         self,
-        tokens_BT: Tensor,
+        inputs: Tensor,
         positions_BT: Tensor,
         cu_seqlens: Tensor,
         targets_BT: Tensor | None = None,
         active_M: Tensor | None = None,
         options: ForwardOptions = ForwardOptions(),
-    ) -> TokenOutputs:
-        """active_M: int64 indices into the N tokens whose output distribution is wanted; the
+    ) -> TokenOutputs | Tensor:
+        """inputs: tokens_BT for the first piece, x_ND for the others. Returns x_ND but for the last
+        piece.
+
+        active_M: int64 indices into the N tokens whose output distribution is wanted; the
         others are never computed and read as zero (None: all N).
 
         Raises ValueError if a need is unknown or targets are missing for log-probabilities.
@@ -132,18 +163,35 @@ class Decoder(nn.Module):
         unknown = options.needs - {f.rsplit("_", 1)[0] for f in TokenOutputs._fields}
         if unknown:
             raise ValueError(f"unknown needs {sorted(unknown)}; known: {TokenOutputs._fields}")
-        B, T = tokens_BT.shape
-        x_BTD = F.embedding(tokens_BT, self.embed.weight).to(options.dtype)
-        frequencies = rope_frequencies(self.cfg, tokens_BT.device)
+        x_ND = self._embed(inputs, options) if self.piece.first else inputs
+        frequencies = rope_frequencies(self.cfg, positions_BT.device)
         cos, sin = rope_angles(positions_BT.flatten(), frequencies)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, cos, sin, cu_seqlens)
-        x_BTD = self.norm(x_BTD)
+        context = Context(cos, sin, cu_seqlens, options.tp)
+        for block in self.blocks.values():
+            x_ND = block(x_ND, context)
+        if not self.piece.last:
+            return x_ND
+        assert self.norm is not None
+        return self._outputs(self.norm(x_ND), positions_BT.shape, targets_BT, active_M, options)
+
+    def _embed(self, tokens_BT: Tensor, options: ForwardOptions) -> Tensor:
+        assert self.embed is not None
+        return F.embedding(tokens_BT.flatten(), self.embed.weight).to(options.dtype)
+
+    def _outputs(
+        self,
+        x_ND: Tensor,
+        shape: torch.Size,
+        targets_BT: Tensor | None,
+        active_M: Tensor | None,
+        options: ForwardOptions,
+    ) -> TokenOutputs:
+        """shape: (B, T)."""
         outputs: dict[str, Tensor | None] = {}
         if options.needs & {"logprobs", "lse", "entropy", "mean_logit"}:
             if targets_BT is None:
                 raise ValueError("log-probabilities need targets_BT")
-            hidden_MD, targets_M = x_BTD.flatten(0, 1), targets_BT.flatten()
+            hidden_MD, targets_M = x_ND, targets_BT.flatten()
             if active_M is not None:
                 hidden_MD, targets_M = hidden_MD[active_M], targets_M[active_M]
             stats = token_stats(
@@ -160,11 +208,12 @@ class Decoder(nn.Module):
             for name, value in stats._asdict().items():
                 if name in options.needs:
                     if active_M is not None:
-                        value = value.new_zeros(B * T).index_put((active_M,), value)
-                    outputs[f"{name}_BT"] = value.reshape(B, T).clone()  # FSDP2 warns of views
+                        value = value.new_zeros(shape.numel()).index_put((active_M,), value)
+                    outputs[f"{name}_BT"] = value.reshape(shape).clone()  # FSDP2 warns of views
         if "hidden" in options.needs:
-            outputs["hidden_BTD"] = x_BTD
+            outputs["hidden_BTD"] = x_ND.unflatten(0, shape)
         if "logits" in options.needs:
-            logits_BTV = F.linear(x_BTD, self.head_weight.to(x_BTD.dtype))
-            outputs["logits_BTV"] = logits_BTV.to(torch.promote_types(x_BTD.dtype, torch.float32))
+            logits_NV = F.linear(x_ND, self.head_weight.to(x_ND.dtype))
+            wide = torch.promote_types(x_ND.dtype, torch.float32)
+            outputs["logits_BTV"] = logits_NV.to(wide).unflatten(0, shape)
         return TokenOutputs(**outputs)

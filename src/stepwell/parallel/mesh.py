@@ -1,7 +1,8 @@
 """Ranks and the mesh they form: a value that is passed along, never a global.
 
-The dense view of the ranks is (dp_replicate, dp_shard) today; pipeline, context and tensor axes
-will join it as (pp, dp_replicate, dp_shard, cp, tp).
+The dense view of the ranks is (pp, dp_replicate, dp_shard, cp, tp), the last varying fastest. FSDP2
+shards over dp_shard and cp together, so its view is (pp, dp_replicate, fsdp, tp). Experts will be
+laid out on the sparse view (pp, edp, ep) of the same ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepwell.config import LayoutConfig
+from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
 from stepwell.types import ConfigError
 
-AXES = ("dp_replicate", "dp_shard")
+AXES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This process's place among the ranks.
 
-    device_mesh: the dense view with dims `AXES`, or None for a single process without a group.
+    sizes: the dense view. device_mesh: FSDP2's view with dims `AXES`, or None for a single process
+    without a group. cp_group: the ranks that share this rank's rows, None without context
+    parallelism.
     background_group: a second CPU group for work that runs beside training (asynchronous
     checkpoints), so that its messages never mix with the step's.
     """
@@ -36,46 +40,80 @@ class Mesh:
     rank: int
     local_rank: int
     device: torch.device
-    dp_replicate: int = 1
-    dp_shard: int = 1
+    sizes: AxisSizes = AxisSizes()
     device_mesh: DeviceMesh | None = None
+    cp_group: dist.ProcessGroup | None = None
     background_group: dist.ProcessGroup | None = None
 
     @property
+    def place(self) -> AxisSizes:
+        """This rank's number on each axis of the dense view."""
+        rest, numbers = self.rank, []
+        for size in reversed(self.sizes):
+            numbers.append(rest % size)
+            rest //= size
+        return AxisSizes(*reversed(numbers))
+
+    @property
     def data_rank(self) -> int:
-        """Number of this rank's share of the global batch."""
-        return self.rank
+        """Number of this rank's share of the global batch; pipeline, context and tensor ranks have
+        the same."""
+        return self.place.dp_replicate * self.sizes.dp_shard + self.place.dp_shard
 
     @property
     def data_world(self) -> int:
         """Into how many shares the global batch is split."""
-        return self.dp_replicate * self.dp_shard
+        return self.sizes.dp_replicate * self.sizes.dp_shard
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether this rank is the one that counts its tokens: its pipeline's and tensor axis's
+        other ranks hold the same."""
+        return self.place.pp == 0 and self.place.tp == 0
 
-def axis_sizes(layout: LayoutConfig, world: int) -> tuple[int, int]:
-    """(dp_replicate, dp_shard) for `world` ranks; raises ConfigError if they do not fill it."""
-    replicate, shard = layout.dp_replicate, layout.dp_shard
-    divisors = [d for d in range(1, world + 1) if world % d == 0]
-    if world % replicate:
-        best = min(divisors, key=lambda d: (abs(d - replicate), d))
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        return self._group("tp", self.sizes.tp)
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup | None:
+        return self._group("pp", self.sizes.pp)
+
+    def _group(self, axis: str, size: int) -> dist.ProcessGroup | None:
+        if self.device_mesh is None or size == 1:
+            return None
+        return self.device_mesh.get_group(axis)
+
+
+def fsdp_sizes(layout: LayoutConfig, sizes: AxisSizes) -> tuple[int, int, int, int]:
+    """FSDP2's view, with dims `AXES`: without any sharding (zero 0) all data ranks replicate."""
+    replicate, shard = sizes.dp_replicate, sizes.dp_shard * sizes.cp
+    if layout.zero == 0:
+        replicate, shard = replicate * shard, 1
+    return sizes.pp, replicate, shard, sizes.tp
+
+
+def sparse_view(mesh: Mesh, ep: int) -> DeviceMesh:
+    """The same ranks as (pp, edp, ep): `ep` neighbours divide the experts, and the edp ranks of
+    one expert are its data parallel ranks. Every rank must call it together.
+
+    Raises ConfigError if ep does not divide the ranks of a pipeline stage.
+    """
+    stage = mesh.world // mesh.sizes.pp
+    if mesh.device_mesh is None:
+        raise ConfigError("a single process without a group has no sparse view")
+    if stage % ep:
         raise ConfigError(
-            f"layout.dp_replicate={replicate} must divide the number of ranks, {world}; "
-            f"the nearest that does is {best}"
+            f"ep={ep} must divide the {stage} ranks of a pipeline stage; the nearest that does is "
+            f"{nearest_divisor(stage, ep)}"
         )
-    fitting = world // replicate
-    if shard == -1:
-        return replicate, fitting
-    if replicate * shard != world:
-        raise ConfigError(
-            f"layout.dp_replicate={replicate} x layout.dp_shard={shard} = {replicate * shard} "
-            f"must equal the number of ranks, {world}; with this dp_replicate the only legal "
-            f"dp_shard is {fitting} (or -1), or start {replicate * shard} ranks"
-        )
-    return replicate, shard
+    return init_device_mesh(
+        mesh.device.type, (mesh.sizes.pp, stage // ep, ep), mesh_dim_names=("pp", "edp", "ep")
+    )
 
 
 def launched_ranks(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
@@ -97,7 +135,7 @@ def init_distributed(
     """
     world, rank, local_rank = launched_ranks(os.environ) or (1, 0, 0)
     grouped = launched_ranks(os.environ) is not None
-    replicate, shard = axis_sizes(layout, world)
+    sizes = axis_sizes(layout, world)
     device = torch.device("cpu")
     if device_type == "cuda":
         num_devices = torch.cuda.device_count()
@@ -118,14 +156,20 @@ def init_distributed(
         )
     background = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(background, dist.ProcessGroup)
+    cp_group = None
+    if sizes.cp > 1:
+        outer = world // (sizes.cp * sizes.tp)
+        names = ("outer", "cp", "tp")
+        cp_mesh = init_device_mesh(device_type, (outer, sizes.cp, sizes.tp), mesh_dim_names=names)
+        cp_group = cp_mesh.get_group("cp")
     return Mesh(
         world=world,
         rank=rank,
         local_rank=local_rank,
         device=device,
-        dp_replicate=replicate,
-        dp_shard=shard,
-        device_mesh=init_device_mesh(device_type, (replicate, shard), mesh_dim_names=AXES),
+        sizes=sizes,
+        device_mesh=init_device_mesh(device_type, fsdp_sizes(layout, sizes), mesh_dim_names=AXES),
+        cp_group=cp_group,
         background_group=background,
     )
 

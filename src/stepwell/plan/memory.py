@@ -12,6 +12,7 @@ from math import prod
 
 from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.rules import axis_sizes
 from stepwell.types import ConfigError
 
 DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
@@ -130,7 +131,7 @@ def predict_memory(run: Run, world: int = 1) -> MemoryLedger:
     cache, the data, the allocator's fragmentation and the libraries' own memory are not in it.
     Raises ConfigError when the ranks cannot be laid out.
     """
-    shard = num_shards(run, world)
+    shard = axis_sizes(run.layout, world).dp_shard
     sizes = _Sizes.of(run)
     phases = {
         "forward": _forward(run, sizes, shard),
@@ -146,22 +147,6 @@ def predict_memory(run: Run, world: int = 1) -> MemoryLedger:
         activations_per_layer_bytes=sizes.saved_per_layer,
         by_phase={name: items.total for name, items in phases.items()},
     )
-
-
-def num_shards(run: Run, world: int) -> int:
-    """dp_shard with -1 resolved. Raises ConfigError when the product is not the world size."""
-    layout = run.layout
-    if world % layout.dp_replicate:
-        raise ConfigError(
-            f"layout.dp_replicate={layout.dp_replicate} does not divide {world} ranks"
-        )
-    rest = world // layout.dp_replicate
-    if layout.dp_shard not in (-1, rest):
-        raise ConfigError(
-            f"layout.dp_replicate={layout.dp_replicate} times dp_shard={layout.dp_shard} is not "
-            f"{world} ranks; the nearest legal dp_shard is {rest}"
-        )
-    return rest
 
 
 @dataclass(frozen=True)
@@ -306,7 +291,7 @@ def _copies(run: Run, sizes: _Sizes, shard: int, num_blocks: int, head: bool) ->
         if sizes.a == sizes.p:
             return 0
         return sizes.a * (num_blocks * sizes.block_matrices + (sizes.head if head else 0))
-    reshards = run.layout.reshard_after_forward
+    reshards = run.layout.zero == 3 and run.layout.reshard_after_forward != "never"
     num_blocks = min(2, sizes.num_layers) if reshards else sizes.num_layers
     return sizes.a * (num_blocks * sizes.block_parameters + sizes.root_parameters)
 

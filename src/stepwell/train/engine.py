@@ -19,11 +19,12 @@ from stepwell import generate as sampler
 from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
 from stepwell.models.decode import DecodeWeights
-from stepwell.models.transformer import Decoder, ForwardOptions, TokenOutputs, init_rule
+from stepwell.models.transformer import Decoder, ForwardOptions, Piece, TokenOutputs, init_rule
 from stepwell.parallel.apply import parallelize
-from stepwell.parallel.fsdp import DTYPES, set_gradient_sync
+from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
+from stepwell.parallel.rules import check_run
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.guard import Guard
@@ -79,21 +80,37 @@ class Engine:
         self.mesh = mesh or init_distributed(
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
+        check_run(run, self.mesh.world)
         if run.layout.deterministic:
             torch.use_deterministic_algorithms(True)
-        with torch.device("meta"):
-            decoder = Decoder(run.model).to(DTYPES[run.precision.param])
-        self.decoder = parallelize(decoder, self.mesh, run.layout, run.precision)
+        self.pieces = [self._build(None)]
         if weights is None:
-            init_parameters(self.decoder, run.train.seed, lambda n, _: init_rule(run.model, n))
+            for piece in self.pieces:
+                init_parameters(piece, run.train.seed, lambda n, _: init_rule(run.model, n))
         else:
             self.load_weights(weights)
-        self.optimizer = build_optimizer(self.decoder.named_parameters(), run.optim)
+        self.optimizer = build_optimizer(self.named_parameters(), run.optim)
         self.guard = Guard(run.guard)
         self.step = 0
         self.updates = 0
         self._last_loss: float | None = None
         self._decode_weights: tuple[int, DecodeWeights] | None = None
+
+    def _build(self, piece: Piece | None) -> Decoder:
+        with torch.device("meta"):
+            decoder = Decoder(self.run.model, piece).to(DTYPES[self.run.precision.param])
+        parallelize(decoder, self.mesh, self.run)
+        return decoder
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters (shards) under their global names."""
+        return (pair for piece in self.pieces for pair in piece.named_parameters())
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model, where this rank has it in one piece (no pipeline)."""
+        (decoder,) = self.pieces
+        return decoder
 
     # --- training ----------------------------------------------------------------------------
 
@@ -108,7 +125,7 @@ class Engine:
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         metrics: dict[str, Tensor] = {}
         for i, micro in enumerate(micro_batches):
-            set_gradient_sync(self.decoder, i == len(micro_batches) - 1)
+            begin_micro_batch(self.decoder, self.run.layout, i == len(micro_batches) - 1)
             outputs = self._forward(micro, loss.needs, temperature)
             sums, seen = loss.fn(outputs, micro.to(self.mesh.device))
             objective = sum(
@@ -130,7 +147,7 @@ class Engine:
         optim = self.run.optim
         fraction = lr_fraction(optim.schedule, self.step, self.run.train.steps)
         set_lr(self.optimizer, fraction)
-        parameters = list(self.decoder.parameters())
+        parameters = [parameter for _, parameter in self.named_parameters()]
         norm = grad_norm(parameters)
         verdict = self.guard.judge(self._last_loss, norm)
         if verdict.ok:
@@ -189,14 +206,14 @@ class Engine:
     @torch.no_grad()
     def iter_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """One full parameter at a time. Every rank must run through it together."""
-        for name, parameter in self.decoder.named_parameters():
+        for name, parameter in self.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, full.detach().to(dtype or full.dtype, copy=True)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies full tensors into the (sharded) parameters; strict both ways."""
-        parameters = dict(self.decoder.named_parameters())
+        parameters = dict(self.named_parameters())
         missing = set(parameters)
         for name, tensor in weights:
             if name not in parameters:
@@ -233,7 +250,7 @@ class Engine:
         }
         return checkpoint.save_checkpoint(
             Path(path),
-            dict(self.decoder.named_parameters()),
+            dict(self.named_parameters()),
             self.optimizer.state_dict(),
             state,
             self.mesh,
@@ -247,7 +264,7 @@ class Engine:
         """
         state = checkpoint.load_checkpoint(
             Path(path),
-            dict(self.decoder.named_parameters()),
+            dict(self.named_parameters()),
             self.optimizer.state_dict(),
             self.mesh,
             dimensions=_dimensions(self.run),
@@ -274,6 +291,7 @@ class Engine:
             keep_logits=self._keeps_logits(active.numel()),
             temperature=temperature,
             compiled=self.run.layout.compile,
+            tp=self.mesh.tp_group,
         )
         cu_seqlens = micro.cu_seqlens()
         if self.run.layout.compile:  # the number of documents changes from batch to batch
@@ -309,6 +327,7 @@ class Engine:
     def _global_counts(self, counts: dict[str, float]) -> dict[str, float]:
         names = sorted(counts)
         local = torch.tensor([counts[name] for name in names], dtype=torch.float64)
+        local *= self.mesh.counts_rows
         return dict(zip(names, all_reduce_sum(local, self.mesh).tolist(), strict=True))
 
     def _stats(
@@ -322,9 +341,11 @@ class Engine:
         active = [int((micro.weights_BT != 0).sum()) for micro in micro_batches]
         twice = sum(count for count in active if not self._keeps_logits(count))
         counts = [(batch.docs_BT >= 0).sum().item(), sum(active), twice]
-        head = torch.tensor([value.item(), *counts], dtype=torch.float64)
-        pairs = [metrics[name].cpu() for name in names]
-        total = all_reduce_sum(torch.cat([head, *pairs]), self.mesh)
+        counts = torch.tensor(counts, dtype=torch.float64) * self.mesh.counts_rows
+        # Tensor ranks have computed the same loss.
+        found = torch.cat([value.cpu().reshape(1), *(metrics[name].cpu() for name in names)])
+        found *= self.mesh.place.tp == 0
+        total = all_reduce_sum(torch.cat([found[:1], counts, found[1:]]), self.mesh)
         self._last_loss = total[0].item()
         means = {
             name: (total[4 + 2 * i] / total[5 + 2 * i]).item() if total[5 + 2 * i] else 0.0
