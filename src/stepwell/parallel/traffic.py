@@ -1,0 +1,112 @@
+"""Counting collectives as they are issued: what a layout really sends, beside the formulas.
+
+A rank's bytes on the wire follow from a collective's kind and size by the ring algorithms that NCCL
+uses: of S bytes over n ranks, gathering and scattering send (n-1)/n * S, a reduction to all twice
+that, an exchange (n-1)/n * S, a message S. (gloo's own algorithms may send more.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# In this order: a name of torch's that holds the first word is of that kind.
+_KINDS = {
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+}
+_ON_WIRE = {
+    "all-gather": 1.0,
+    "reduce-scatter": 1.0,
+    "all-reduce": 2.0,
+    "all-to-all": 1.0,
+    "broadcast": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """kind: e.g. "all-gather". num_bytes: the whole tensor (the gathered output, the input of a
+    scatter)."""
+
+    kind: str
+    num_ranks: int
+    num_bytes: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one rank sends, by the ring algorithms."""
+        if self.kind == "send":
+            return self.num_bytes
+        if self.kind == "recv":
+            return 0.0
+        return _ON_WIRE[self.kind] * self.num_bytes * (self.num_ranks - 1) / self.num_ranks
+
+
+@contextmanager
+def count_collectives() -> Iterator[list[Collective]]:
+    """The collectives that this process issues inside, in order; those of a group of one and
+    barriers are left out."""
+    counter = _Counter()
+    with counter:
+        yield counter.found
+
+
+def summary(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
+    """kind -> (number, bytes)."""
+    table: dict[str, tuple[int, int]] = {}
+    for one in collectives:
+        number, num_bytes = table.get(one.kind, (0, 0))
+        table[one.kind] = (number + 1, num_bytes + one.num_bytes)
+    return table
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Collective] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            name = func._schema.name.split("::")[1]
+            kind = next((kind for word, kind in _KINDS.items() if word in name), None)
+            leaves = pytree.tree_leaves((args, kwargs, out))
+            num_ranks = _group_size(leaves)
+            if kind is not None and num_ranks > 1:
+                self.found.append(Collective(kind, num_ranks, _largest(leaves)))
+        return out
+
+
+def _largest(leaves: list[Any]) -> int:
+    return max((x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)), default=0)
+
+
+def _group_size(leaves: list[Any]) -> int:
+    """Functional collectives name their group, the others carry it boxed."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.ProcessGroup.unbox(leaf).size()
+        if isinstance(leaf, str) and leaf in dist.distributed_c10d._world.pg_names.values():
+            return dist.distributed_c10d._resolve_process_group(leaf).size()
+    return 1
