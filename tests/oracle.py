@@ -80,15 +80,20 @@ def global_batch() -> Batch:
 def one_step(run: Run) -> dict[str, torch.Tensor]:
     """Runs in each rank: one step on this rank's rows; full tensors under global names."""
     mesh = init_distributed(run.layout)
-    engine = Engine(run, mesh=mesh)
     batch = global_batch()
     share = rank_rows(batch.num_rows, mesh.data_rank, mesh.data_world)
-    stats = engine.forward_backward(batch.rows(share.start, share.stop), cross_entropy(run.loss))
+    return take_step(Engine(run, mesh=mesh), batch.rows(share.start, share.stop))
+
+
+def take_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
+    """What a step on this rank's rows finds and leaves."""
+    stats = engine.forward_backward(batch, cross_entropy(engine.run.loss))
     found = {"loss": torch.tensor(stats.loss, dtype=torch.float64)}
-    for name, parameter in engine.decoder.named_parameters():
+    for name, parameter in engine.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
         found[f"grad/{name}"] = full(parameter.grad)
-    found["norm"] = torch.tensor(grad_norm(engine.decoder.parameters()), dtype=torch.float64)
+    parameters = [parameter for _, parameter in engine.named_parameters()]
+    found["norm"] = torch.tensor(grad_norm(parameters), dtype=torch.float64)
     info = engine.optim_step()
     assert not info.skipped
     assert info.grad_norm == found["norm"].item()

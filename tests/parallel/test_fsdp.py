@@ -1,5 +1,6 @@
 """FSDP2 against one process, in float64: every gradient, the norm and the weights after a step."""
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
 from stepwell.parallel.fsdp import apply_fsdp, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, init_distributed
+from stepwell.parallel.traffic import count_collectives, summary
 from stepwell.train.optim import build_optimizer, clip, grad_norm
 from stepwell.types import ConfigError
 from tests.parallel.ranks import run_jobs
@@ -139,9 +141,11 @@ def ranks():
         2: {
             "scored, reshard": (_scored_between_steps, True),
             "scored, no reshard": (_scored_between_steps, False),
+            "stages": (_counts_by_stage,),
+            "prefetch": (_gathered_ahead,),
         },
         3: {"muon": (_muon_on_ranks,), "bf16": (_bf16_and_memory,)},
-        4: {},
+        4: {"node": (_node,)},
     }
     for num_ranks, tied in TIED.items():
         jobs[num_ranks]["layouts"] = (_all_layouts, SETTINGS[num_ranks], tied)
@@ -153,6 +157,84 @@ def ranks():
         return done[num_ranks]
 
     return results
+
+
+def _counts(layout, num_micro_batches):
+    mesh = init_distributed(layout)
+    decoder = _build(mesh, layout)
+    rows = torch.arange(ROWS).chunk(mesh.data_world)[mesh.data_rank]
+    with count_collectives() as found:
+        for number, part in enumerate(rows.chunk(num_micro_batches)):
+            begin_micro_batch(decoder, layout, number == num_micro_batches - 1)
+            _loss(decoder, part).backward()
+    return {kind: number for kind, (number, _) in summary(found).items()}
+
+
+def _counts_by_stage():
+    return {
+        (zero, reduce, reshard): _counts(
+            LayoutConfig(zero=zero, reduce_gradients=reduce, reshard_after_forward=reshard), 3
+        )
+        for zero, reduce, reshard in COUNTS
+    }
+
+
+# What three micro-batches issue for 3 blocks and the root (whose weights stay for its backward).
+COUNTS = {
+    (0, "auto", "always"): {"all-reduce": 4},
+    (1, "auto", "always"): {"all-gather": 4, "reduce-scatter": 4},
+    (2, "auto", "always"): {"all-gather": 4, "reduce-scatter": 12},
+    (3, "auto", "always"): {"all-gather": 21, "reduce-scatter": 12},
+    (3, "step", "always"): {"all-gather": 21, "reduce-scatter": 4},
+    (3, "auto", "never"): {"all-gather": 12, "reduce-scatter": 12},
+}
+
+
+def test_each_stage_communicates_what_it_must_and_no_more(ranks):
+    assert ranks(2)["stages"] == [COUNTS, COUNTS]
+
+
+def _node():
+    """Two nodes of two ranks: the copy for the backward pass is gathered from the neighbour."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    layout = LayoutConfig(reshard_after_forward="node")
+    mesh = init_distributed(layout)
+    decoder = _build(mesh, layout)
+    with count_collectives() as found:
+        _loss(decoder, torch.arange(ROWS).chunk(4)[mesh.data_rank]).backward()
+    return sorted(one.num_ranks for one in found if one.kind == "all-gather")
+
+
+def test_reshard_by_node_gathers_within_the_node(ranks):
+    assert ranks(4)["node"] == [[2, 2, 2, 4, 4, 4, 4]] * 4
+
+
+def _gathered_ahead():
+    return [_gathered(ahead) for ahead in (0, 1, 2)]
+
+
+def _gathered(ahead):
+    """How many units have been gathered when each block's forward, or backward, is under way."""
+    layout = LayoutConfig(prefetch_forward=ahead, prefetch_backward=max(ahead, 1))
+    mesh = init_distributed(layout)
+    decoder = _build(mesh, layout)
+    seen: list[int] = []
+    with count_collectives() as found:
+        for block in decoder.blocks.values():
+            block.register_forward_pre_hook(lambda *_: seen.append(len(found)))
+            block.mlp.register_full_backward_pre_hook(lambda *_: seen.append(len(found)))
+        _loss(decoder, torch.arange(ROWS).chunk(2)[mesh.data_rank]).backward()
+    gathers = [i for i, one in enumerate(found) if one.kind == "all-gather"]
+    return [sum(i < count for i in gathers) for count in seen]
+
+
+def test_prefetch_depth_is_how_many_blocks_are_gathered_ahead(ranks):
+    for none, one, two in ranks(2)["prefetch"]:
+        assert none[:3] == [2, 3, 4]  # the root, and the blocks so far
+        assert one[:3] == [3, 4, 4]
+        assert two[:3] == [4, 4, 4]
+        assert one[3:] == [6, 7, 7]  # the last block's weights, and the block's before it
+        assert two[3:] == [7, 7, 7]
 
 
 @pytest.mark.parametrize("job", ["scored, reshard", "scored, no reshard"])
