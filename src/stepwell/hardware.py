@@ -212,6 +212,26 @@ def cpu_memory_bytes() -> int:
     return total
 
 
+def available_memory_bytes() -> int:
+    """What processes may still allocate: the system's estimate (with caches that it would give up),
+    or what the cgroup's limit leaves when that is less."""
+    info = Path("/proc/meminfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    available = int(found.group(1)) * 1024 if found else cpu_memory_bytes() - rss_bytes()
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        if Path(limit).exists() and Path(limit).read_text().strip().isdigit():
+            free = int(Path(limit).read_text()) - int(Path(usage).read_text())
+            available = min(available, max(free, 0))
+    return available
+
+
 def software_versions() -> dict[str, str]:
     """Versions of what the numbers of a run depend on."""
     from importlib import metadata

@@ -7,6 +7,9 @@ from torch import nn
 from stepwell.config import Run
 from stepwell.parallel.fsdp import apply_fsdp
 from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.precision import apply_fp8
+from stepwell.parallel.remat import segments_of
+from stepwell.parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(decoder: nn.Module, mesh: Mesh, run: Run) -> nn.Module:
@@ -17,9 +20,14 @@ def parallelize(decoder: nn.Module, mesh: Mesh, run: Run) -> nn.Module:
     """
     blocks = decoder.blocks
     assert isinstance(blocks, nn.ModuleDict)
+    apply_tensor_parallel(decoder, mesh, run.model)
+    apply_fp8(decoder, mesh, run)
+    piece = decoder.piece
+    decoder.segments = segments_of(run, mesh.sizes, piece.start, piece.stop)
     if run.layout.compile:
         for block in blocks.values():
             # One block is compiled and serves all: the parameters are inputs of the compiled code.
             block.compile()
-    apply_fsdp(decoder, mesh, run.layout, run.precision)
-    return decoder.to_empty(device=mesh.device)
+    on_host = run.offload.parameters
+    apply_fsdp(decoder, mesh, run.layout, run.precision, offload_parameters=on_host)
+    return decoder.to_empty(device="cpu" if on_host else mesh.device)

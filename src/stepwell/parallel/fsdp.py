@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from stepwell.config import LayoutConfig, PrecisionConfig
 from stepwell.parallel.mesh import Mesh
@@ -30,13 +36,18 @@ DTYPES = {
 
 
 def apply_fsdp(
-    decoder: nn.Module, mesh: Mesh, layout: LayoutConfig, precision: PrecisionConfig
+    decoder: nn.Module,
+    mesh: Mesh,
+    layout: LayoutConfig,
+    precision: PrecisionConfig,
+    offload_parameters: bool = False,
 ) -> nn.Module:
     """Shards `decoder` in place, one unit a block and one for the rest; returns it.
 
     Gradients are summed over the ranks, not averaged: the loss already carries the denominator of
-    the global batch. A single process without a group is left as it is. Raises ConfigError when
-    float64 weights would be reduced in fewer bits.
+    the global batch. offload_parameters: shards and their gradients live on the host, and the
+    optimiser steps there; materialise them there. A single process without a group is left as it
+    is. Raises ConfigError when float64 weights would be reduced in fewer bits.
     """
     if mesh.device_mesh is None:
         return decoder
@@ -51,14 +62,29 @@ def apply_fsdp(
         # The decoder casts its own activations; FSDP2 would also round float32 rope tables.
         cast_forward_inputs=False,
     )
+    offload = OffloadPolicy()
+    if offload_parameters:
+        offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
     _, replicate, shard, tp = mesh.device_mesh.shape
     ranks = mesh.device_mesh[("dp_replicate", "fsdp") if replicate > 1 else "fsdp"]
     reshard = _reshard_after_forward(layout, shard, tp)
     blocks = list(_blocks(decoder))
     for block in blocks:
-        fully_shard(block, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(
+            block,
+            mesh=ranks,
+            mp_policy=policy,
+            reshard_after_forward=reshard,
+            offload_policy=offload,
+        )
     # The root is needed again at once by the backward pass: resharding it would only gather twice.
-    fully_shard(decoder, mesh=ranks, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(
+        decoder,
+        mesh=ranks,
+        mp_policy=policy,
+        reshard_after_forward=False,
+        offload_policy=offload,
+    )
     for unit in _units(decoder):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

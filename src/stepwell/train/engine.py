@@ -6,6 +6,7 @@ flat loop that calls `forward_backward` and `optim_step`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,17 @@ from stepwell.parallel.apply import parallelize
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
+from stepwell.parallel.offload import ActivationOffload, check_host
+from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
-from stepwell.train.guard import Guard
+from stepwell.train.guard import Guard, Verdict
+from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
 from stepwell.train.optim import build_optimizer, clip, grad_norm, lr_fraction, set_lr
+from stepwell.train.release import GradientRelease
+from stepwell.train.shadow import compare
 from stepwell.types import CheckpointError, Completion, TrainingError
 
 KEEP_LOGITS_BYTES = 256 * 2**20
@@ -81,15 +87,29 @@ class Engine:
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
         check_run(run, self.mesh.world)
+        check_host(run, self.mesh)
         if run.layout.deterministic:
             torch.use_deterministic_algorithms(True)
         self.pieces = [self._build(None)]
+        build = HostOptimizer if run.offload.optimizer else build_optimizer
+        self.optimizer = build(self.named_parameters(), run.optim)
         if weights is None:
             for piece in self.pieces:
                 init_parameters(piece, run.train.seed, lambda n, _: init_rule(run.model, n))
+            self._weights_changed()
         else:
             self.load_weights(weights)
-        self.optimizer = build_optimizer(self.named_parameters(), run.optim)
+        self.release: GradientRelease | None = None
+        if run.optim.release_gradients:
+            assert not isinstance(self.optimizer, HostOptimizer)
+            self.release = GradientRelease(self.optimizer)
+        self.activation_offload: ActivationOffload | None = None
+        if run.offload.activations:
+            self.activation_offload = ActivationOffload(self.mesh.device)
+            for piece in self.pieces:
+                self.activation_offload.attach(piece)
+        self.delayed_scaling = delayed_scaling(run, self.mesh, self.pieces)
+        self.loss_scale = loss_scale(run)
         self.guard = Guard(run.guard)
         self.step = 0
         self.updates = 0
@@ -122,6 +142,8 @@ class Engine:
         """
         denominators = self._global_counts(loss.denominators(batch))
         micro_batches = self._micro_batches(batch)
+        if self.release is not None:
+            self._begin_release(len(micro_batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         metrics: dict[str, Tensor] = {}
         for i, micro in enumerate(micro_batches):
@@ -132,7 +154,7 @@ class Engine:
                 (total / (denominators[name] or 1.0) for name, total in sums.items()),
                 start=torch.zeros((), device=self.mesh.device),
             )
-            objective.backward()
+            (objective * self._loss_factor).backward()
             value += objective.detach()
             for name, (total, count) in seen.items():
                 pair = torch.stack([total.detach().double(), count.detach().double()])
@@ -147,9 +169,17 @@ class Engine:
         optim = self.run.optim
         fraction = lr_fraction(optim.schedule, self.step, self.run.train.steps)
         set_lr(self.optimizer, fraction)
+        if self.delayed_scaling is not None:
+            self.delayed_scaling.update(self.mesh)
+        if self.release is not None:
+            norm = self.release.take_norm()
+            self.updates, self.step, self._last_loss = self.updates + 1, self.step + 1, None
+            return StepInfo(self.step, norm, optim.lr * fraction, skipped=False)
         parameters = [parameter for _, parameter in self.named_parameters()]
+        if self.loss_scale is not None:
+            unscale(parameters, self.loss_scale.value)
         norm = grad_norm(parameters)
-        verdict = self.guard.judge(self._last_loss, norm)
+        verdict = self._overflow(norm) or self.guard.judge(self._last_loss, norm)
         if verdict.ok:
             clip(parameters, optim.clip_norm, norm)
             self.optimizer.step()
@@ -158,6 +188,27 @@ class Engine:
         self._last_loss = None
         self.step += 1
         return StepInfo(self.step, norm, optim.lr * fraction, not verdict.ok, verdict.reason)
+
+    def shadow(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
+        """How far the gradients at hand are from those of the same batch without fp8: `compare`'s
+        numbers. Between forward_backward and optim_step; changes nothing, but holds the gradients
+        twice meanwhile."""
+        if self._last_loss is None:
+            raise TrainingError("shadow() needs forward_backward() before it")
+        named, before = dict(self.named_parameters()), self._last_loss
+        gradients = {name: parameter.grad for name, parameter in named.items()}
+        cuda = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        try:
+            for parameter in named.values():
+                parameter.grad = None
+            with without_fp8(self.pieces), torch.random.fork_rng(cuda):
+                self.forward_backward(batch, loss, temperature)
+            wanted = {name: parameter.grad for name, parameter in named.items()}
+        finally:
+            self._last_loss = before
+            for name, parameter in named.items():
+                parameter.grad = gradients[name]
+        return compare(gradients, wanted, self.mesh)
 
     # --- scoring and sampling ----------------------------------------------------------------
 
@@ -233,7 +284,7 @@ class Engine:
             missing.discard(name)
         if missing:
             raise CheckpointError(f"the weights lack {sorted(missing)[:5]}")
-        self._decode_weights = None
+        self._weights_changed()
 
     def save(self, path: str | Path, extra: dict[str, Any]) -> checkpoint.SaveHandle:
         """Writes weights, optimiser, step, guard and `extra` (JSON-able), sharded and atomically.
@@ -244,6 +295,7 @@ class Engine:
             "step": self.step,
             "updates": self.updates,
             "guard": self.guard.state(),
+            "precision": self._precision_state(),
             "optim": self.optimizer.hyperparameters(),
             "model": _dimensions(self.run),
             "extra": extra,
@@ -272,11 +324,62 @@ class Engine:
         if not branch:
             self.optimizer.load_hyperparameters(state["optim"])
         self.guard.load(state["guard"])
+        self._load_precision(state.get("precision", {}))
         self.step, self.updates = state["step"], state["updates"]
-        self._decode_weights = None
+        self._weights_changed()
         return state["extra"]
 
     # --- inside ------------------------------------------------------------------------------
+
+    @property
+    def _loss_factor(self) -> float:
+        """What the gradients are too large by until optim_step: fp16's loss scale."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _overflow(self, norm: float) -> Verdict | None:
+        """Adapts the loss scale; the refusal of a step whose gradients it let overflow."""
+        if self.loss_scale is None or self._last_loss is None:
+            return None
+        overflowed = math.isfinite(self._last_loss) and not math.isfinite(norm)
+        if overflowed and self.loss_scale.at_floor:
+            return None
+        scale = self.loss_scale.value
+        self.loss_scale.update(overflowed)
+        if not overflowed:
+            return None
+        return Verdict(False, f"a gradient overflowed fp16 at the loss scale {scale:g}, now halved")
+
+    def _precision_state(self) -> dict[str, Any]:
+        parts = {"delayed_scaling": self.delayed_scaling, "loss_scale": self.loss_scale}
+        return {name: part.state() for name, part in parts.items() if part is not None}
+
+    def _load_precision(self, state: dict[str, Any]) -> None:
+        """What a checkpoint of another precision lacks starts afresh."""
+        if self.delayed_scaling is not None:
+            self.delayed_scaling.load(state.get("delayed_scaling", {}))
+        if self.loss_scale is not None and "loss_scale" in state:
+            self.loss_scale.load(state["loss_scale"])
+
+    def _weights_changed(self) -> None:
+        """After the parameters were written to otherwise than by a step."""
+        self._decode_weights = None
+        if isinstance(self.optimizer, HostOptimizer):
+            self.optimizer.reload_masters()
+
+    def _begin_release(self, num_micro_batches: int) -> None:
+        if num_micro_batches > 1:
+            raise TrainingError(
+                f"optim.release_gradients=true steps within the backward pass, so a step has one "
+                f"micro-batch, not {num_micro_batches}; raise train.micro_batch_rows or set "
+                "optim.release_gradients=false"
+            )
+        if self._last_loss is not None:
+            raise TrainingError(
+                "optim.release_gradients=true: forward_backward() has stepped already; call "
+                "optim_step() before the next one"
+            )
+        optim = self.run.optim
+        set_lr(self.optimizer, lr_fraction(optim.schedule, self.step, self.run.train.steps))
 
     def _forward(
         self, micro: Batch, needs: frozenset[str], temperature: float = 1.0

@@ -1,7 +1,8 @@
 """The optimiser, its learning-rate schedule and the gradient norm.
 
-AdamW (1711.05101) for everything, or Muon (2502.16982) for the hidden matrices with AdamW for the
-rest. State is addressed by global parameter names, so a checkpoint knows nothing of the mesh.
+AdamW (1711.05101) for everything, also with 8-bit moments, or Muon (2502.16982) for the hidden
+matrices with AdamW for the rest. State is addressed by global parameter names, so a checkpoint
+knows nothing of the mesh.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from stepwell.config import OptimConfig, ScheduleConfig
 from stepwell.parallel.init import global_name
+from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.muon import Muon
 from stepwell.types import CheckpointError, ConfigError
 
@@ -68,7 +71,8 @@ def _decay(schedule: ScheduleConfig, total_steps: int) -> tuple[int, str]:
 class Optimizer:
     """One or two torch optimisers behind one face.
 
-    parts: "adamw" and, with Muon, "muon". names: id of each parameter -> its global name.
+    parts: "adamw" (or "adamw8bit") and, with Muon, "muon". names: id of each parameter -> its
+    global name.
     """
 
     parts: dict[str, torch.optim.Optimizer]
@@ -81,6 +85,26 @@ class Optimizer:
     def step(self) -> None:
         for part in self.parts.values():
             part.step()
+
+    def step_only(self, parameter: Tensor) -> None:
+        """Steps one parameter, as `step` does when no other has a gradient, but without a look at
+        the others."""
+        part, group = self._places[id(parameter)]
+        groups = part.param_groups
+        part.param_groups = [{**group, "params": [parameter]}]
+        try:
+            part.step()
+        finally:
+            part.param_groups = groups
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]]:
+        return {
+            id(parameter): (part, group)
+            for part in self.parts.values()
+            for group in part.param_groups
+            for parameter in group["params"]
+        }
 
     def zero_grad(self) -> None:
         for part in self.parts.values():
@@ -95,9 +119,12 @@ class Optimizer:
         state = {}
         for kind, part in self.parts.items():
             for parameter in _parameters(part):
-                slots = _materialise(part, kind, parameter)
                 name = self.names[id(parameter)]
-                state.update({f"{name}.{slot}": slots[slot] for slot in SLOTS[kind]})
+                if isinstance(part, AdamW8bit):
+                    slots = part.named_state(parameter)
+                else:
+                    slots = _materialise(part, kind, parameter)
+                state.update({f"{name}.{slot}": value for slot, value in slots.items()})
         return state
 
     def hyperparameters(self) -> dict[str, dict[str, float]]:
@@ -141,7 +168,9 @@ def build_optimizer(
         raise ConfigError("no parameter is trainable; at least one must have requires_grad")
     groups: dict[tuple[str, bool, Any], list[Tensor]] = {}
     for name, parameter in trainable:
-        kind = "muon" if optim.kind == "muon" and is_hidden_matrix(name, parameter) else "adamw"
+        kind = "adamw8bit" if optim.kind == "adamw8bit" else "adamw"
+        if optim.kind == "muon" and is_hidden_matrix(name, parameter):
+            kind = "muon"
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((kind, parameter.dim() >= 2, mesh), []).append(parameter)
     settings = {
@@ -154,7 +183,7 @@ def build_optimizer(
             for (of, decays, _), parameters in groups.items()
             if of == kind
         ]
-        for kind in SLOTS
+        for kind in ("adamw", "adamw8bit", "muon")
     }
     parts: dict[str, torch.optim.Optimizer] = {}
     if settings["adamw"]:
@@ -164,6 +193,10 @@ def build_optimizer(
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             fused=all(p.device.type in ("cpu", "cuda") for _, p in trainable),
+        )
+    if settings["adamw8bit"]:
+        parts["adamw8bit"] = AdamW8bit(
+            settings["adamw8bit"], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps
         )
     if settings["muon"]:
         parts["muon"] = Muon(settings["muon"], lr=optim.muon_lr)
@@ -177,7 +210,12 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.dim() == 2 and name.startswith("blocks.")
 
 
-def set_lr(optimizer: Optimizer, fraction: float) -> None:
+class _Groups(Protocol):
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+
+def set_lr(optimizer: _Groups, fraction: float) -> None:
     """Sets every group's rate to `fraction` of its own peak."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * fraction
@@ -189,10 +227,20 @@ def grad_norm(parameters: Iterable[Tensor]) -> float:
     Takes plain tensors and DTensors of several meshes in any mixture; parameters without a
     gradient count as zero. One collective per mesh axis.
     """
+    return norm_of_squares(grad_square(gradient) for gradient in _gradients(parameters))
+
+
+def grad_square(gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+    """The sum of squares of this rank's part of a gradient (float64 scalar), and the process groups
+    over which it must be summed."""
+    local, groups = local_and_groups(gradient)
+    return _sum_of_squares(local), groups
+
+
+def norm_of_squares(found: Iterable[tuple[Tensor, tuple[Any, ...]]]) -> float:
+    """`grad_norm` of the gradients whose `grad_square`s are given, in the parameters' order."""
     squares: dict[tuple[Any, ...], Tensor] = {}
-    for gradient in _gradients(parameters):
-        local, groups = _local_and_groups(gradient)
-        square = _sum_of_squares(local)
+    for square, groups in found:
         squares[groups] = squares[groups] + square if groups in squares else square
     total = 0.0
     for groups, square in squares.items():
@@ -220,7 +268,7 @@ def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     return (p.grad for p in parameters if p.grad is not None)
 
 
-def _local_and_groups(gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+def local_and_groups(gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     """This rank's part, and the process groups over which its squares must be summed."""
     gradient = gradient.detach()
     if not isinstance(gradient, DTensor):
@@ -259,4 +307,4 @@ def _materialise(part: torch.optim.Optimizer, kind: str, parameter: Tensor) -> d
             slots[slot] = torch.zeros((), dtype=torch.float32, device=device)
         else:
             slots[slot] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    return slots
+    return {slot: slots[slot] for slot in SLOTS[kind]}
