@@ -18,6 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.config import ModelConfig
 from stepwell.models import block_attention
+from stepwell.models.collectives import all_gather, reduce_scatter
+from stepwell.models.context_attention import heads_for_tokens, ring_attention, tokens_for_heads
 from stepwell.models.layers import Context, Linear, RMSNorm, apply_rope
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -213,11 +215,23 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
     def forward(self, x_ND: Tensor, context: Context) -> Tensor:
+        x_ND = all_gather(x_ND, context.tp)
         q_NHE, k_NKE, v_NKE = (
             w(x_ND).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q_NHE, k_NKE = self.q_norm(q_NHE), self.k_norm(k_NKE)
+            q_NHE, k_NKE = self.q_norm(q_NHE, context.tp), self.k_norm(k_NKE, context.tp)
         q_NHE, k_NKE = (apply_rope(x, context.cos, context.sin) for x in (q_NHE, k_NKE))
+        out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context)
+        return reduce_scatter(self.wo(out_NHE.flatten(1)), context.tp)
+
+    def _attend(self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, context: Context) -> Tensor:
+        cp = context.cp
+        if cp is None:
+            return attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
+        if cp.method == "ring":
+            shares = cp.borders, cp.num_rows, self.window, cp.group
+            return ring_attention(q_NHE, k_NKE, v_NKE, *shares)
+        q_NHE, k_NKE, v_NKE = tokens_for_heads(q_NHE, k_NKE, v_NKE, cp.num_rows, cp.group)
         out_NHE = attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
-        return self.wo(out_NHE.flatten(1))
+        return heads_for_tokens(out_NHE, cp.num_rows, cp.group)

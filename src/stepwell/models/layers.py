@@ -16,16 +16,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepwell.config import ModelConfig, RopeScaling
+from stepwell.models.collectives import all_gather, reduce_scatter, shared
+from stepwell.models.fp8 import Fp8, fp8_linear
+
+
+class ContextRanks(NamedTuple):
+    """The ranks that divide the rows' tokens among them, zig-zag. method: "ring" or "ulysses".
+    borders: of the documents in all tokens of the num_rows full rows, on the CPU."""
+
+    group: dist.ProcessGroup
+    method: str
+    num_rows: int
+    borders: Tensor
 
 
 class Context(NamedTuple):
     """What the tokens of a micro-batch share in every block. cos, sin (N, 1, E/2): their rotary
-    angles; cu_seqlens: borders of their documents; tp: the ranks of the tensor axis."""
+    angles; cu_seqlens: borders of their documents, with cp of those in the full rows; tp, cp: the
+    ranks of the tensor and the context axis."""
 
     cos: Tensor
     sin: Tensor
     cu_seqlens: Tensor
     tp: dist.ProcessGroup | None = None
+    cp: ContextRanks | None = None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -33,12 +47,50 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight that tensor parallelism has laid out; others as they are."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
+class SharedRows(NamedTuple):
+    """The rows of a weight that this rank uses, where all ranks of `tp` hold the whole of it."""
+
+    tp: dist.ProcessGroup
+    start: int
+    stop: int
+
+    def of(self, weight: Tensor) -> Tensor:
+        return shared(weight, self.tp)[self.start : self.stop]
+
+
 class Linear(nn.Linear):
-    """y = x W^T + b in the dtype of x."""
+    """y = x W^T + b in the dtype of x; with 8-bit operands where precision has set `fp8`, of some
+    rows where tensor parallelism has set `rows`."""
+
+    fp8: Fp8 | None = None
+    rows: SharedRows | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.weight.to(input.dtype), bias)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.rows is not None:
+            weight, bias = self.rows.of(weight), None if bias is None else self.rows.of(bias)
+        bias = None if bias is None else bias.to(input.dtype)
+        if self.fp8 is not None:
+            product = fp8_linear(input, weight, self.fp8)
+            return product if bias is None else product + bias
+        return F.linear(input, weight.to(input.dtype), bias)
+
+
+def embed(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype, tp: dist.ProcessGroup | None):
+    """Rows of the embedding as `dtype`. With tp, weight_VD is this rank's part of the vocabulary,
+    and the result is this rank's N / tp tokens."""
+    if tp is None:
+        return F.embedding(tokens_N, weight_VD).to(dtype)
+    index = tokens_N - tp.rank() * weight_VD.shape[0]
+    mine = (index >= 0) & (index < weight_VD.shape[0])
+    x_ND = F.embedding(torch.where(mine, index, 0), weight_VD).to(dtype)
+    return reduce_scatter(torch.where(mine[:, None], x_ND, 0), tp)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,8 +132,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, tp: dist.ProcessGroup | None = None) -> Tensor:
+        """tp: the ranks that norm other tokens, or heads, with the same weight."""
+        weight = local(self.weight)
+        if tp is not None:
+            weight = shared(upcast(weight), tp)
+        return rms_norm(x, weight, self.eps)
 
 
 def rope_frequencies(cfg: ModelConfig, device: torch.device | None = None) -> Tensor:
@@ -148,4 +204,6 @@ class SwiGLU(nn.Module):
         self.w_down = Linear(d_ff, d_model, bias=False)
 
     def forward(self, x_ND: Tensor, context: Context) -> Tensor:
-        return self.w_down(F.silu(self.w_gate(x_ND)) * self.w_up(x_ND))
+        x_ND = all_gather(x_ND, context.tp)
+        y_ND = self.w_down(F.silu(self.w_gate(x_ND)) * self.w_up(x_ND))
+        return reduce_scatter(y_ND, context.tp)

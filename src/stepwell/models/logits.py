@@ -4,6 +4,9 @@ N tokens, D d_model, V vocabulary, C tokens of a chunk. The head's product and e
 run in chunks of tokens. What the backward pass needs is either kept in compute dtype (the
 probabilities, or the logits where the entropy is asked for) or computed a second time. On CPU, the
 float32 arithmetic between the products runs over slices of a chunk that stay in cache.
+
+With a group, each rank has a part of the vocabulary (Megatron-LM, 1909.08053): the ranks exchange a
+few numbers a token, never logits.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from stepwell.models.collectives import gathered
 from stepwell.models.layers import upcast
 
 SLICE_BYTES = 2 * 2**20
@@ -42,8 +47,13 @@ def token_stats(
     with_entropy: bool = False,
     with_mean: bool = False,
     compiled: bool = False,
+    tp: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """Log-probability of the target, log Z, entropy and mean logit of softmax(h W^T / T).
+
+    tp: the ranks that divide the vocabulary evenly, in order. weight_VD is this rank's part, hidden
+    states and targets are the same on all; so are the results, whose gradients must be too, and
+    that of hidden_ND is then this rank's part of a sum.
 
     Entropy and mean logit are zero, without gradient, unless asked for. Differentiable in
     hidden_ND and weight_VD, once: the backward pass overwrites what was kept.
@@ -65,6 +75,7 @@ def token_stats(
         with_entropy,
         with_mean,
         compiled,
+        tp,
     )
     return TokenStats(*(value[:N] for value in stats))
 
@@ -129,8 +140,10 @@ def _chunk_grad(
     by: _Coefficients,
     scale: float,
     are_probs: bool,
+    owned_C: Tensor | None = None,
 ) -> None:
-    """Overwrites probabilities, or unscaled logits, with the gradient of the logits."""
+    """Overwrites probabilities, or unscaled logits, with the gradient of the logits. owned_C: whose
+    target is among these logits (None: all)."""
     wide = upcast(values_CV)
     logprobs = None if are_probs else wide * scale - lse[:, None]
     probs = wide if logprobs is None else logprobs.exp()
@@ -140,7 +153,38 @@ def _chunk_grad(
     if by.mean is not None:
         grad = grad + by.mean[:, None]
     values_CV.copy_(grad)
-    values_CV.scatter_(1, targets_C[:, None], by.target[:, None].to(values_CV.dtype))
+    at_target = by.target[:, None].to(values_CV.dtype)
+    if owned_C is not None:
+        there = values_CV.gather(1, targets_C[:, None])
+        at_target = torch.where(owned_C[:, None], at_target, there)
+    values_CV.scatter_(1, targets_C[:, None], at_target)
+
+
+class _Share(NamedTuple):
+    """This rank's part of the vocabulary. owner_N: the rank that has a token's target; index_N: its
+    index there; owned_N: whether that is this rank."""
+
+    owner_N: Tensor
+    index_N: Tensor
+    owned_N: Tensor
+
+
+def _share(targets_N: Tensor, num_logits: int, tp: dist.ProcessGroup) -> _Share:
+    owner_N = targets_N // num_logits
+    return _Share(owner_N, targets_N % num_logits, owner_N == tp.rank())
+
+
+def _combined(
+    stats: tuple[Tensor, ...], owner_N: Tensor, tp: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """The stats over the whole vocabulary from those over each rank's part."""
+    every_RSN = gathered(torch.stack(stats), tp).unflatten(0, (tp.size(), -1))
+    logprobs_RN, lse_RN, entropy_RN, mean_RN = every_RSN.unbind(1)
+    lse = lse_RN.logsumexp(0)
+    inside_RN = lse_RN - lse  # log of the probability that falls into each part
+    logprobs = (logprobs_RN + inside_RN).gather(0, owner_N[None]).squeeze(0)
+    entropy = (inside_RN.exp() * (entropy_RN - inside_RN)).sum(0)
+    return logprobs, lse, entropy, mean_RN.mean(0)
 
 
 @cache
@@ -152,13 +196,15 @@ def _compiled(function: Callable) -> Callable:
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, chunk, keep, scale, with_entropy, with_mean, compiled
+        ctx, hidden, weight, targets, chunk, keep, scale, with_entropy, with_mean, compiled, tp
     ):
         ctx.set_materialize_grads(False)
         chunk_stats = _compiled(_chunk_stats) if compiled else _chunk_stats
         keeps_probs = keep and not with_entropy
         wanted = _Wanted(scale, with_entropy, with_mean, keeps_probs)
         head = weight.to(hidden.dtype)
+        share = None if tp is None else _share(targets, weight.shape[0], tp)
+        targets = targets if share is None else share.index_N
         slices, kept = [], []
         for part in _parts(hidden.shape[0], chunk):
             logits = hidden[part] @ head.t()
@@ -167,16 +213,25 @@ class _TokenStats(torch.autograd.Function):
             for rows in _slices(logits, compiled):
                 slices.append(chunk_stats(logits[rows], targets[part][rows], wanted))
         stats = tuple(torch.cat(pieces) for pieces in zip(*slices, strict=True))
-        ctx.save_for_backward(hidden, weight, head, targets, *stats[:3], *kept)
-        ctx.options = (chunk, scale, keeps_probs, compiled)
+        owned = inside = None
+        if tp is not None and share is not None:
+            local_lse, owned = stats[1], share.owned_N
+            stats = _combined(stats, share.owner_N, tp)
+            inside = (local_lse - stats[1]).exp() if keeps_probs else None
+        ctx.save_for_backward(hidden, weight, head, targets, *stats[:3], owned, inside, *kept)
+        ctx.options = (chunk, scale, keeps_probs, compiled, 1 if tp is None else tp.size())
         return stats
 
     @staticmethod
     def backward(ctx, *grads):
-        hidden, weight, head, targets, logprobs, lse, entropy, *kept = ctx.saved_tensors
-        chunk, scale, keeps_probs, compiled = ctx.options
+        hidden, weight, head, targets, logprobs, lse, entropy, owned, inside, *kept = (
+            ctx.saved_tensors
+        )
+        chunk, scale, keeps_probs, compiled, num_parts = ctx.options
         chunk_grad = _compiled(_chunk_grad) if compiled else _chunk_grad
-        coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0])
+        coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0] * num_parts)
+        if inside is not None:  # what was kept are probabilities within this rank's part
+            coefficients = coefficients._replace(prob=coefficients.prob * inside)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         for i, part in enumerate(_parts(hidden.shape[0], chunk)):
@@ -190,6 +245,7 @@ class _TokenStats(torch.autograd.Function):
                     coefficients.rows(part).rows(rows),
                     scale,
                     keeps_probs,
+                    None if owned is None else owned[part][rows],
                 )
             torch.mm(values, head, out=grad_hidden[part])
             product = values.t() @ hidden[part]
@@ -200,7 +256,7 @@ class _TokenStats(torch.autograd.Function):
             del product
             if kept:
                 kept[i] = None
-        return grad_hidden, grad_weight, *[None] * 7
+        return grad_hidden, grad_weight, *[None] * 8
 
 
 def _parts(N: int, size: int) -> Iterator[slice]:

@@ -16,16 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stepwell.config import ModelConfig
+from stepwell.models.activations import Keep, Segment
 from stepwell.models.attention import Attention
+from stepwell.models.collectives import all_gather, gather_same
 from stepwell.models.layers import (
     Context,
+    ContextRanks,
     Linear,
     RMSNorm,
     SwiGLU,
+    embed,
+    local,
     rope_angles,
     rope_frequencies,
 )
 from stepwell.models.logits import token_stats
+from stepwell.models.recompute import checkpointed
 
 # The logical axes of every parameter, once: sharding and the planner read this table.
 AXES: dict[str, tuple[str, ...]] = {
@@ -85,7 +91,10 @@ class TokenOutputs(NamedTuple):
 @dataclass(frozen=True)
 class ForwardOptions:
     """needs: fields of TokenOutputs without their suffix, e.g. {"logprobs", "entropy"}.
-    tp: the ranks of the tensor axis, if there is one."""
+    tp: the ranks of the tensor axis, if there is one; between the sublayers each then has N / tp
+    tokens, in order (sequence parallelism, 2205.05198), and all have the whole outputs.
+    cp: the ranks that each have some tokens of the rows, if there are several; inputs and outputs
+    are then this rank's tokens, and cu_seqlens the borders in the full rows."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -94,6 +103,7 @@ class ForwardOptions:
     temperature: float = 1.0
     compiled: bool = False
     tp: dist.ProcessGroup | None = None
+    cp: ContextRanks | None = None
 
 
 @dataclass(frozen=True)
@@ -114,15 +124,20 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
-    def forward(self, x_ND: Tensor, context: Context) -> Tensor:
-        x_ND = x_ND + self.attn(self.attn_norm(x_ND), context)
-        return x_ND + self.mlp(self.mlp_norm(x_ND), context)
+    def forward(self, x_ND: Tensor, context: Context, keep: Keep = "all") -> Tensor:
+        return checkpointed(self._run, keep, x_ND, context)
+
+    def _run(self, x_ND: Tensor, context: Context) -> Tensor:
+        x_ND = x_ND + self.attn(self.attn_norm(x_ND, context.tp), context)
+        return x_ND + self.mlp(self.mlp_norm(x_ND, context.tp), context)
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer, or a piece of one. Everything per token is computed inside
     `forward`, so that a wrapper which gathers the root's parameters (FSDP2) also serves the chunked
-    head. Parameters have the same names in a piece as in the whole."""
+    head. Parameters have the same names in a piece as in the whole.
+
+    segments: which blocks keep what for the backward pass."""
 
     def __init__(self, cfg: ModelConfig, piece: Piece | None = None):
         super().__init__()
@@ -132,6 +147,7 @@ class Decoder(nn.Module):
         if piece.first or (piece.last and cfg.tied):
             self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
         self.blocks = nn.ModuleDict({str(i): Block(cfg) for i in range(piece.start, piece.stop)})
+        self.segments = tuple(Segment(i, i + 1, "all") for i in range(piece.start, piece.stop))
         if piece.last:
             self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
             if not cfg.tied:
@@ -141,7 +157,7 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         owner = self.embed if self.head is None else self.head
         assert owner is not None, "only the last piece has a head"
-        return owner.weight
+        return local(owner.weight)
 
     def forward(
         self,
@@ -166,17 +182,30 @@ class Decoder(nn.Module):
         x_ND = self._embed(inputs, options) if self.piece.first else inputs
         frequencies = rope_frequencies(self.cfg, positions_BT.device)
         cos, sin = rope_angles(positions_BT.flatten(), frequencies)
-        context = Context(cos, sin, cu_seqlens, options.tp)
-        for block in self.blocks.values():
-            x_ND = block(x_ND, context)
+        context = Context(cos, sin, cu_seqlens, options.tp, options.cp)
+        for segment in self.segments:
+            x_ND = self._segment(segment, x_ND, context)
         if not self.piece.last:
             return x_ND
         assert self.norm is not None
-        return self._outputs(self.norm(x_ND), positions_BT.shape, targets_BT, active_M, options)
+        x_ND = self.norm(x_ND, options.tp)
+        return self._outputs(x_ND, positions_BT.shape, targets_BT, active_M, options)
+
+    def _segment(self, segment: Segment, x_ND: Tensor, context: Context) -> Tensor:
+        start, stop, keep = segment
+        if stop == start + 1:
+            return self.blocks[str(start)](x_ND, context, keep)
+
+        def chain(x_ND: Tensor) -> Tensor:
+            for i in range(start, stop):
+                x_ND = self.blocks[str(i)](x_ND, context)
+            return x_ND
+
+        return checkpointed(chain, keep, x_ND)
 
     def _embed(self, tokens_BT: Tensor, options: ForwardOptions) -> Tensor:
         assert self.embed is not None
-        return F.embedding(tokens_BT.flatten(), self.embed.weight).to(options.dtype)
+        return embed(tokens_BT.flatten(), local(self.embed.weight), options.dtype, options.tp)
 
     def _outputs(
         self,
@@ -191,7 +220,7 @@ class Decoder(nn.Module):
         if options.needs & {"logprobs", "lse", "entropy", "mean_logit"}:
             if targets_BT is None:
                 raise ValueError("log-probabilities need targets_BT")
-            hidden_MD, targets_M = x_ND, targets_BT.flatten()
+            hidden_MD, targets_M = all_gather(x_ND, options.tp), targets_BT.flatten()
             if active_M is not None:
                 hidden_MD, targets_M = hidden_MD[active_M], targets_M[active_M]
             stats = token_stats(
@@ -204,6 +233,7 @@ class Decoder(nn.Module):
                 with_entropy="entropy" in options.needs,
                 with_mean="mean_logit" in options.needs,
                 compiled=options.compiled,
+                tp=options.tp,
             )
             for name, value in stats._asdict().items():
                 if name in options.needs:
@@ -211,9 +241,11 @@ class Decoder(nn.Module):
                         value = value.new_zeros(shape.numel()).index_put((active_M,), value)
                     outputs[f"{name}_BT"] = value.reshape(shape).clone()  # FSDP2 warns of views
         if "hidden" in options.needs:
-            outputs["hidden_BTD"] = x_ND.unflatten(0, shape)
+            outputs["hidden_BTD"] = gather_same(x_ND, options.tp).unflatten(0, shape)
         if "logits" in options.needs:
-            logits_NV = F.linear(x_ND, self.head_weight.to(x_ND.dtype))
+            hidden_ND = all_gather(x_ND, options.tp)
+            logits_NV = F.linear(hidden_ND, self.head_weight.to(x_ND.dtype))
+            logits_NV = gather_same(logits_NV.t(), options.tp).t()
             wide = torch.promote_types(x_ND.dtype, torch.float32)
             outputs["logits_BTV"] = logits_NV.to(wide).unflatten(0, shape)
         return TokenOutputs(**outputs)
