@@ -1,0 +1,168 @@
+"""Which linear layers compute in 8 bits, and which runs that cannot be. No torch.
+
+The embedding and the head are outside the blocks, norms are no matrices: neither is ever asked.
+"""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from stepwell.config import ModelConfig, Run
+from stepwell.models.flops import parameter_shapes
+from stepwell.types import nearest
+
+if TYPE_CHECKING:
+    from stepwell.parallel.rules import AxisSizes
+
+# The scaled kernel reads 16 bytes at a time. The emulation would do without, but a recipe that
+# works here must work there.
+MULTIPLE = 16
+# A router decides by small differences, and costs nothing.
+ALWAYS_KEPT = ("*router*",)
+
+# Which of the model's sizes the rows and the columns of a weight are.
+_ROWS_COLUMNS = {
+    "wq": ("heads", "d_model"),
+    "wk": ("kv_heads", "d_model"),
+    "wv": ("kv_heads", "d_model"),
+    "wo": ("d_model", "heads"),
+    "w_gate": ("d_ff", "d_model"),
+    "w_up": ("d_ff", "d_model"),
+    "w_down": ("d_model", "d_ff"),
+}
+
+
+def block_linears(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Global name (without `.weight`) -> (out, in) of every matrix in the blocks."""
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in parameter_shapes(model).items()
+        if name.startswith("blocks.") and len(shape) == 2
+    }
+
+
+def fp8_linears(run: Run, tp: int = 1) -> list[str]:
+    """Global names of the layers that compute in 8 bits, in the model's order; the same on every
+    rank. tp: ranks of the tensor axis, whose parts of a weight `min_dim` measures."""
+    fp8 = run.precision.fp8
+    if fp8.recipe == "none":
+        return []
+    return [
+        name
+        for name, shape in block_linears(run.model).items()
+        if not any(fnmatchcase(name, pattern) for pattern in (*ALWAYS_KEPT, *fp8.keep))
+        and min(local_shape(run.model, name, shape, tp)) >= fp8.min_dim
+    ]
+
+
+def local_shape(
+    model: ModelConfig, name: str, shape: tuple[int, ...], tp: int = 1
+) -> tuple[int, ...]:
+    """(out, in) of a tensor rank's part of a layer's weight."""
+    axes = _ROWS_COLUMNS.get(name.rsplit(".", 1)[-1])
+    return shape if axes is None else tuple(_local_size(model, axis, tp) for axis in axes)
+
+
+def _local_size(model: ModelConfig, axis: str, tp: int) -> int:
+    return {
+        "d_model": model.d_model,
+        "d_ff": model.d_ff // tp,
+        "heads": model.num_heads // tp * model.head_dim,
+        "kv_heads": max(1, model.num_kv_heads // tp) * model.head_dim,
+    }[axis]
+
+
+# --- rules: what is wrong with a run, or None ------------------------------------------------
+
+
+def odd_shapes(run: Run, sizes: AxisSizes) -> str | None:
+    """Every size that is no multiple of 16, once, with the nearest legal value of its key."""
+    found: dict[str, str] = {}
+    for name in fp8_linears(run, sizes.tp):
+        for axis in _ROWS_COLUMNS.get(name.rsplit(".", 1)[-1], ()):
+            size = _local_size(run.model, axis, sizes.tp)
+            if size % MULTIPLE and axis not in found:
+                found[axis] = (
+                    f"precision.fp8.recipe={run.precision.fp8.recipe!r} needs multiples of "
+                    f"{MULTIPLE} on both sides of {name}: {_advice(run.model, axis, sizes.tp)}, "
+                    f"or keep such layers in {run.precision.compute} with precision.fp8.keep="
+                    f"['*.{name.rsplit('.', 1)[-1]}']"
+                )
+    return "\n".join(found.values()) or None
+
+
+def _advice(model: ModelConfig, axis: str, tp: int) -> str:
+    per_rank = f" / layout.tp={tp}" if tp > 1 and axis != "d_model" else ""
+    size = _local_size(model, axis, tp)
+    if axis in ("d_model", "d_ff"):
+        multiple = MULTIPLE * (tp if per_rank else 1)
+        value = getattr(model, axis)
+        legal = max(1, round(value / multiple)) * multiple
+        share = f" = {size}" if per_rank else ""
+        return f"model.{axis}={value}{per_rank}{share}; the nearest legal model.{axis} is {legal}"
+    heads = size // model.head_dim
+    # RoPE rotates pairs, so head_dim is even as well.
+    unit = math.lcm(2, MULTIPLE // math.gcd(MULTIPLE, heads))
+    legal = max(1, round(model.head_dim / unit)) * unit
+    key = {"heads": "num_heads", "kv_heads": "num_kv_heads"}[axis]
+    return (
+        f"model.{key}={getattr(model, key)}{per_rank} x model.head_dim={model.head_dim} = {size}; "
+        f"the nearest legal model.head_dim is {legal}"
+    )
+
+
+def idle_settings(run: Run, sizes: AxisSizes) -> str | None:
+    """Patterns that keep nothing, and recipes that reach nothing."""
+    fp8, known = run.precision.fp8, list(block_linears(run.model))
+    if fp8.recipe == "none":
+        if fp8.shadow_every:
+            return (
+                f"precision.fp8.shadow_every={fp8.shadow_every} compares 8 bits with "
+                f"{run.precision.compute}, but precision.fp8.recipe='none'; choose a recipe "
+                "('tensorwise'), or leave it at 0"
+            )
+        return None
+    for pattern in fp8.keep:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            return (
+                f"precision.fp8.keep has {pattern!r}, which is no linear layer of the model"
+                f"{nearest(pattern, known)}; the layers are {known[0]} to {known[-1]}"
+            )
+    if not fp8_linears(run, sizes.tp):
+        largest = max(min(local_shape(run.model, n, s, sizes.tp)) for n, s in
+                      block_linears(run.model).items())  # fmt: skip
+        return (
+            f"precision.fp8.recipe={fp8.recipe!r} reaches no layer: precision.fp8.keep="
+            f"{list(fp8.keep)} and min_dim={fp8.min_dim} keep them all (the nearest min_dim that "
+            f"leaves one is {largest}); or set recipe='none'"
+        )
+    return None
+
+
+def mixed_with_fp16(run: Run, sizes: AxisSizes) -> str | None:
+    if run.precision.fp8.recipe == "none" or run.precision.compute != "fp16":
+        return None
+    return (
+        f"precision.fp8.recipe={run.precision.fp8.recipe!r} works beside precision.compute='bf16' "
+        "(every card with 8 bits has it), not 'fp16'"
+    )
+
+
+def needs_whole_gradients(run: Run, sizes: AxisSizes) -> str | None:
+    if not run.optim.release_gradients:
+        return None
+    if run.precision.fp8.shadow_every:
+        return (
+            f"precision.fp8.shadow_every={run.precision.fp8.shadow_every} compares a step's "
+            "gradients, which optim.release_gradients frees as they come; set shadow_every=0 or "
+            "release_gradients=false"
+        )
+    if run.precision.compute == "fp16":
+        return (
+            "precision.compute='fp16' skips a step when any gradient overflows, which "
+            "optim.release_gradients finds out too late; set compute='bf16' or "
+            "release_gradients=false"
+        )
+    return None
