@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
 DEV_EXTRAS := dev,interop,smollm2,tensorboard,reasoning-gym
 
-.PHONY: help run test test-slow lint format bench clean
+.PHONY: help run test test-slow lint format bench bench-gpu clean
 
 help:
 	@echo "make run        the quickstart: a language model's whole life in about 10 minutes"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint       ruff and pyright"
 	@echo "make format     ruff format"
 	@echo "make bench      speed beside other libraries, as ratios"
+	@echo "make bench-gpu  speed, memory and the MFU waterfall on a CUDA card, within 8 minutes"
 	@echo "make clean      remove .venv and caches (runs/ stays)"
 
 run: .venv/.run
@@ -41,6 +42,9 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python -m benchmarks
+
+bench-gpu: .venv/.dev
+	$(BIN)/python -m benchmarks.gpu
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist

@@ -22,6 +22,7 @@ from stepwell.config import LayoutConfig
 from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
 from stepwell.types import ConfigError
 
+ALONE = AxisSizes()
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
@@ -40,7 +41,7 @@ class Mesh:
     rank: int
     local_rank: int
     device: torch.device
-    sizes: AxisSizes = AxisSizes()
+    sizes: AxisSizes = ALONE
     device_mesh: DeviceMesh | None = None
     cp_group: dist.ProcessGroup | None = None
     background_group: dist.ProcessGroup | None = None
@@ -71,8 +72,14 @@ class Mesh:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether this rank is the one that counts its tokens: its pipeline's and tensor axis's
-        other ranks hold the same."""
+        """Whether this rank is the one that counts its share's rows: the others of its data share
+        have the same."""
+        return self.counts_tokens and self.place.cp == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank counts its tokens of the rows: its pipeline's and tensor axis's other
+        ranks hold the same, its context axis's others."""
         return self.place.pp == 0 and self.place.tp == 0
 
     @property
@@ -125,14 +132,16 @@ def launched_ranks(environ: Mapping[str, str]) -> tuple[int, int, int] | None:
 
 
 def init_distributed(
-    layout: LayoutConfig, device_type: str = "cpu", timeout_s: float = 600.0
+    layout: LayoutConfig, device_type: str = "cpu", timeout_s: float | None = None
 ) -> Mesh:
     """Joins the process group that torchrun announces, or stands alone without any.
 
     CPU ranks talk over gloo, CUDA ranks over nccl (with gloo beside it for CPU tensors). A group
-    that this process has joined before is used again. Raises ConfigError for a layout that does
-    not fill the world, before anything is started.
+    that this process has joined before is used again. A collective waits timeout_s for the last
+    rank (by default what `--rank-timeout` says). Raises ConfigError for a layout that does not
+    fill the world, before anything is started.
     """
+    limit = timedelta(seconds=timeout_s or rank_timeout_s(os.environ))
     world, rank, local_rank = launched_ranks(os.environ) or (1, 0, 0)
     grouped = launched_ranks(os.environ) is not None
     sizes = axis_sizes(layout, world)
@@ -151,10 +160,10 @@ def init_distributed(
     if not dist.is_initialized():
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
+            timeout=limit,
             device_id=device if device_type == "cuda" else None,
         )
-    background = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    background = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(background, dist.ProcessGroup)
     cp_group = None
     if sizes.cp > 1:

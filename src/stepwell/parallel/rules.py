@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepwell.config import LayoutConfig, Run
+from stepwell.parallel import fp8_layers
 from stepwell.types import ConfigError
 
 
@@ -50,8 +51,8 @@ def axis_sizes(layout: LayoutConfig, world: int) -> AxisSizes:
 
 @dataclass(frozen=True)
 class Rule:
-    """why: the reason in general, for the documentation. broken(run, sizes): what is wrong with this
-    run, with its values and the nearest legal one; None if nothing is."""
+    """why: the reason in general. broken(run, sizes): what is wrong with this run, with its values
+    and the nearest legal one; None if nothing is."""
 
     name: str
     why: str
@@ -152,4 +153,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("sequence", "Tensor and context ranks hold equal parts of a row.", _sequence),
     Rule("zero", "A stage says when gradients are reduced and weights resharded.", _zero),
+    Rule("fp8 shapes", "The 8-bit product reads 16 bytes at a time.", fp8_layers.odd_shapes),
+    Rule("fp8 settings", "What is set for fp8 has an effect.", fp8_layers.idle_settings),
+    Rule("fp8 and fp16", "8 bits work beside bfloat16.", fp8_layers.mixed_with_fp16),
+    Rule(
+        "whole gradients",
+        "The shadow check and fp16's overflow look at all gradients of a step.",
+        fp8_layers.needs_whole_gradients,
+    ),
 )
