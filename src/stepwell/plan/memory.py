@@ -15,7 +15,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.types import ConfigError
 
-DTYPE_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 KEEP_LOGITS_BYTES = 256 * 2**20
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 

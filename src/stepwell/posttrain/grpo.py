@@ -165,6 +165,7 @@ def grpo(
                 batch = replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
             for _ in range(method.updates_per_rollout):
                 stats = session.engine.forward_backward(batch, loss, method.temperature)
+                session.check_precision(batch, loss, method.temperature)
                 info = session.engine.optim_step()
                 session.record(batch, stats, info, more)
                 if session.finished:

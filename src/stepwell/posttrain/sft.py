@@ -86,6 +86,7 @@ def _train(
         while not session.finished:
             batch, state = next(stream)
             stats = session.engine.forward_backward(batch, loss)
+            session.check_precision(batch, loss)
             info = session.engine.optim_step()
             session.record(batch, stats, info)
             if heldout is not None and session.evaluation_due:

@@ -58,6 +58,7 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
                 stream = open_stream(session, stores[name], states.get(name))
             batch, states[name] = next(stream)
             stats = session.engine.forward_backward(batch, loss)
+            session.check_precision(batch, loss)
             info = session.engine.optim_step()
             session.record(batch, stats, info)
             if heldout is not None and session.evaluation_due:

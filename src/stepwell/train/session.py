@@ -27,9 +27,10 @@ from stepwell.parallel.mesh import (
     broadcast_object,
     init_distributed,
 )
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
 from stepwell.train.lock import folder_lock
+from stepwell.train.losses import Loss
 from stepwell.train.weights import TOKENIZER, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
@@ -42,6 +43,8 @@ FREE_KEYS = (
     "checkpoint.every_steps",
     "checkpoint.keep_best",
     "checkpoint.keep_last",
+    "precision.fp8.shadow_every",
+    "precision.fp8.shadow_tolerance",
     "train.eval_every",
     "train.log_every",
     "train.micro_batch_rows",
@@ -97,14 +100,16 @@ class Session:
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         mesh = self.engine.mesh
-        local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64)
+        local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64) * mesh.counts_rows
         flops = all_reduce_sum(local, mesh).item()
         twice = stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
         if info.skipped:
-            ids = [i for part in all_gather_objects(batch.sample_ids, mesh) for i in part]
+            mine = batch.sample_ids if mesh.counts_rows else ()
+            ids = [i for part in all_gather_objects(mine, mesh) for i in part]
             self.log.event("skip", info.step, reason=info.reason, sample_ids=ids)
         if info.step % self.run.train.log_every and not self.finished:
             return
+        scale = self.engine.loss_scale
         self.log.log(
             info.step,
             {
@@ -121,9 +126,32 @@ class Session:
                 "speed/mfu": flops / seconds / self.peak_flops_per_s,
                 "speed/hfu": (flops + twice) / seconds / self.peak_flops_per_s,
                 "memory/peak_bytes": peak_bytes(self.engine.mesh.device),
+                **({"precision/loss_scale": scale.value} if scale is not None else {}),
                 **(more or {}),
             },
         )
+
+    def check_precision(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> None:
+        """Every precision.fp8.shadow_every steps, between forward_backward and optim_step: logs how
+        far the gradients are from those without fp8, and reports it when that is too far. Its time
+        is left out of the step's."""
+        fp8, step = self.run.precision.fp8, self.engine.step + 1
+        if not fp8.shadow_every or step % fp8.shadow_every:
+            return
+        start = time.perf_counter()
+        numbers = self.engine.shadow(batch, loss, temperature)
+        seconds = time.perf_counter() - start
+        self._mark += seconds
+        self.log.log(step, {**numbers, "time/shadow_s": seconds})
+        difference = numbers[shadow.DIFFERENCE]
+        if not difference <= fp8.shadow_tolerance:
+            self.log.event(
+                "fp8_drift",
+                step,
+                difference=difference,
+                tolerance=fp8.shadow_tolerance,
+                layers=shadow.worst(numbers),
+            )
 
     @property
     def evaluation_due(self) -> bool:
