@@ -87,6 +87,15 @@ LAYOUTS = [
     _layout("zero=3 replicate=2", 4, train__micro_batch_rows=2),
     _layout("zero=3 reshard=node", 4, "qwen2"),
     _layout("zero=3 prefetch_forward=2 prefetch_backward=3", 4, "mistral"),
+    # tensor
+    _layout("tp=2", 2, "untied"),
+    _layout("tp=2", 2, "qwen3", train__micro_batch_rows=8),
+    _layout("tp=4", 4, "qwen2"),
+    _layout("tp=2 zero=3", 4),
+    _layout("tp=2 zero=1", 4, "mistral", train__micro_batch_rows=2),
+    _layout("tp=2 zero=3", 6, "untied", quick=False),
+    _layout("tp=2 replicate=2 zero=2", 8, "qwen3", quick=False),
+    _layout("tp=4 zero=3 reshard=never", 8, quick=False),
 ]
 
 
