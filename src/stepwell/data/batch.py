@@ -5,7 +5,7 @@ B rows, T tokens a row, N = B*T.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -37,6 +37,10 @@ class Batch:
     def rows(self, start: int, stop: int) -> Batch:
         """The rows from `start` up to `stop`."""
         return self._map(lambda x: x[start:stop], self.sample_ids[start:stop])
+
+    def streams(self, choose: Callable[[Tensor], Tensor]) -> Batch:
+        """The same rows with `choose` applied to every stream (B, T), e.g. to take some tokens."""
+        return self._map(choose, self.sample_ids)
 
     def to(self, device: torch.device | str) -> Batch:
         return self._map(lambda x: x.to(device, non_blocking=True), self.sample_ids)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepwell.config import LayoutConfig
+from stepwell.launch.environ import rank_timeout_s
 from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
 from stepwell.types import ConfigError
 
@@ -170,17 +171,26 @@ def init_distributed(
         outer = world // (sizes.cp * sizes.tp)
         names = ("outer", "cp", "tp")
         cp_mesh = init_device_mesh(device_type, (outer, sizes.cp, sizes.tp), mesh_dim_names=names)
+        _limit_waiting(cp_mesh, limit)
         cp_group = cp_mesh.get_group("cp")
+    device_mesh = init_device_mesh(device_type, fsdp_sizes(layout, sizes), mesh_dim_names=AXES)
+    _limit_waiting(device_mesh, limit)
     return Mesh(
         world=world,
         rank=rank,
         local_rank=local_rank,
         device=device,
         sizes=sizes,
-        device_mesh=init_device_mesh(device_type, fsdp_sizes(layout, sizes), mesh_dim_names=AXES),
+        device_mesh=device_mesh,
         cp_group=cp_group,
         background_group=background,
     )
+
+
+def _limit_waiting(device_mesh: DeviceMesh, limit: timedelta) -> None:
+    """Groups of a mesh come with a time limit of their own, whatever the default group's is."""
+    for group in device_mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def shutdown(mesh: Mesh) -> None:

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepwell.config import LayoutConfig, Run
-from stepwell.parallel import fp8_layers
+from stepwell.parallel import fp8_layers, remat
+from stepwell.parallel.schedules import (
+    ZERO_BUBBLE,
+    fewest_micro_batches,
+    num_stages,
+    split_blocks,
+)
 from stepwell.types import ConfigError
 
 
@@ -128,6 +134,17 @@ def _sequence(run: Run, sizes: AxisSizes) -> str | None:
     )
 
 
+def _ulysses(run: Run, sizes: AxisSizes) -> str | None:
+    heads = run.model.num_heads // sizes.tp
+    if run.layout.cp_method != "ulysses" or heads % sizes.cp == 0:
+        return None
+    return (
+        f"layout.cp_method='ulysses' divides the {heads} heads of a tensor rank (model.num_heads="
+        f"{run.model.num_heads}, layout.tp={sizes.tp}) among layout.cp={sizes.cp} ranks; the "
+        f"nearest cp that divides them is {nearest_divisor(heads, sizes.cp)}, or set cp_method='ring'"
+    )
+
+
 def _zero(run: Run, sizes: AxisSizes) -> str | None:
     layout = run.layout
     reduces = {0: "step", 1: "step", 2: "micro_batch"}.get(layout.zero)
@@ -145,6 +162,119 @@ def _zero(run: Run, sizes: AxisSizes) -> str | None:
     return None
 
 
+def _stages(run: Run, sizes: AxisSizes) -> str | None:
+    layout, blocks = run.layout, run.model.num_layers
+    v, schedule = layout.pp_stages_per_rank, layout.pp_schedule
+    if sizes.pp == 1:
+        if v == 1 and layout.pp_layers is None and schedule == "1f1b":
+            return None
+        return (
+            f"layout.pp_schedule={schedule!r}, pp_stages_per_rank={v} and pp_layers="
+            f"{layout.pp_layers} are of a pipeline; leave them out, or set layout.pp to 2 or more"
+        )
+    one, two = schedule in ("gpipe", "1f1b"), schedule in ZERO_BUBBLE
+    if (one and v != 1) or (two and v != 2) or v + one < 2:
+        legal = "1" if one else "2" if two else "2 or more"
+        return (
+            f"layout.pp_stages_per_rank={v} does not fit layout.pp_schedule={schedule!r}, which has "
+            f"{legal} a rank; set pp_stages_per_rank={1 if one else 2}"
+        )
+    stages = num_stages(layout)
+    if layout.pp_layers is None:
+        if stages <= blocks + 2:
+            return None
+        return (
+            f"layout.pp={sizes.pp} x pp_stages_per_rank={v} = {stages} stages are more than the "
+            f"model has parts: model.num_layers={blocks} blocks, the embedding and the head; the "
+            f"nearest legal value is pp={(blocks + 2) // v}"
+        )
+    return _given_stages(layout.pp_layers, stages, blocks, layout)
+
+
+def _given_stages(
+    counts: tuple[int, ...], stages: int, blocks: int, layout: LayoutConfig
+) -> str | None:
+    even = [len(r) for r in split_blocks(blocks, layout.model_copy(update={"pp_layers": None}))]
+    said = f"layout.pp_layers={list(counts)}"
+    if len(counts) != stages:
+        return f"{said} has {len(counts)} numbers for {stages} stages; an even split is {even}"
+    if sum(counts) != blocks:
+        return (
+            f"{said} adds up to {sum(counts)}, not to model.num_layers={blocks}; an even split is "
+            f"{even}"
+        )
+    if 0 in counts[1:-1]:
+        return (
+            f"{said}: only the first stage (which has the embedding) and the last one (which has "
+            f"the head) can be without blocks; an even split is {even}"
+        )
+    return None
+
+
+def _micro_batches(run: Run, sizes: AxisSizes) -> str | None:
+    if sizes.pp == 1 or run.method.kind == "grpo":  # its rows are not known beforehand
+        return None
+    train, shares = run.train, sizes.dp_replicate * sizes.dp_shard
+    rows = -(-train.global_batch_rows // shares)
+    number, fewest = -(-rows // train.micro_batch_rows), fewest_micro_batches(run.layout)
+    if number >= fewest:
+        return None
+    share = f" / {shares} shares" if shares > 1 else ""
+    said = f"train.global_batch_rows={train.global_batch_rows}{share} in pieces of "
+    said += f"train.micro_batch_rows={train.micro_batch_rows} make {number} micro-batches, fewer "
+    said += f"than the {fewest} that layout.pp_schedule={run.layout.pp_schedule!r} needs on "
+    said += f"layout.pp={sizes.pp} ranks; the nearest legal value is "
+    if rows >= fewest:
+        size = max(n for n in range(1, rows + 1) if -(-rows // n) >= fewest)
+        return f"{said}micro_batch_rows={size}"
+    return f"{said}global_batch_rows={fewest * shares} with micro_batch_rows=1"
+
+
+def _pipeline_gradients(run: Run, sizes: AxisSizes) -> str | None:
+    layout = run.layout
+    if sizes.pp == 1 or (layout.zero != 2 and layout.reduce_gradients != "micro_batch"):
+        return None
+    return (
+        f"layout.pp={sizes.pp} sums gradients over the ranks once a step, which layout.zero="
+        f"{layout.zero} with reduce_gradients={layout.reduce_gradients!r} does after every "
+        "micro-batch; the nearest legal values are reduce_gradients='auto' with zero=1, or zero=3"
+    )
+
+
+def _zero_bubble(run: Run, sizes: AxisSizes) -> str | None:
+    layout = run.layout
+    if sizes.pp == 1 or layout.pp_schedule not in ZERO_BUBBLE:
+        return None
+    said = f"layout.pp_schedule={layout.pp_schedule!r} computes gradients of inputs and of weights "
+    if layout.zero == 3 and layout.reshard_after_forward != "never":
+        return (
+            f"{said}apart, and would lose those of weights that were given back between (layout."
+            f"zero=3, reshard_after_forward={layout.reshard_after_forward!r}); set "
+            "reshard_after_forward='never' or zero=1, or pp_schedule='interleaved-1f1b'"
+        )
+    if layout.compile:
+        return (
+            f"{said}apart, and compiled blocks compute them together; set layout.compile=false, or "
+            "pp_schedule='interleaved-1f1b'"
+        )
+    if run.precision.fp8.recipe != "none":
+        return (
+            f"{said}apart, and fp8's scales would see each gradient twice (precision.fp8.recipe="
+            f"{run.precision.fp8.recipe!r}); set recipe='none', or pp_schedule='interleaved-1f1b'"
+        )
+    return None
+
+
+def _pipeline_release(run: Run, sizes: AxisSizes) -> str | None:
+    if sizes.pp == 1 or not run.optim.release_gradients:
+        return None
+    return (
+        f"optim.release_gradients=true steps within the backward pass of a step's only micro-batch, "
+        f"and layout.pp={sizes.pp} needs at least {fewest_micro_batches(run.layout)}; set "
+        "optim.release_gradients=false"
+    )
+
+
 RULES: tuple[Rule, ...] = (
     Rule("heads", "A tensor rank holds whole attention heads.", _heads),
     Rule("key/value heads", "Key/value heads are divided or shared evenly.", _kv_heads),
@@ -152,6 +282,22 @@ RULES: tuple[Rule, ...] = (
         "sharded dims", "Tensor ranks hold equal parts of d_ff and the vocabulary.", _sharded_dims
     ),
     Rule("sequence", "Tensor and context ranks hold equal parts of a row.", _sequence),
+    Rule("ulysses", "All-to-all gives each context rank whole attention heads.", _ulysses),
+    Rule("stages", "Each pipeline stage holds part of the model.", _stages),
+    Rule("micro-batches", "Every pipeline rank is at work at once.", _micro_batches),
+    Rule(
+        "gradients of a pipeline",
+        "Stages sum their gradients over the ranks once a step.",
+        _pipeline_gradients,
+    ),
+    Rule(
+        "zero bubble",
+        "A backward pass in halves needs the weights to stay, and code that can be run in halves.",
+        _zero_bubble,
+    ),
+    Rule(
+        "release in a pipeline", "A pipeline has several micro-batches a step.", _pipeline_release
+    ),
     Rule("zero", "A stage says when gradients are reduced and weights resharded.", _zero),
     Rule("fp8 shapes", "The 8-bit product reads 16 bytes at a time.", fp8_layers.odd_shapes),
     Rule("fp8 settings", "What is set for fp8 has an effect.", fp8_layers.idle_settings),
@@ -160,5 +306,16 @@ RULES: tuple[Rule, ...] = (
         "whole gradients",
         "The shadow check and fp16's overflow look at all gradients of a step.",
         fp8_layers.needs_whole_gradients,
+    ),
+    Rule("recomputation budget", "Activations fit into remat.budget_bytes.", remat.broken_budget),
+    Rule(
+        "recomputation and compiler",
+        "The compiler sees one block at a time.",
+        remat.broken_by_compiler,
+    ),
+    Rule(
+        "recomputation and zero bubble",
+        "A backward pass in halves computes everything again for each weight.",
+        remat.broken_by_zero_bubble,
     ),
 )

@@ -18,16 +18,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepwell import generate as sampler
 from stepwell.config import Run
-from stepwell.data.batch import Batch, padding
+from stepwell.data.batch import Batch, concat, padding
 from stepwell.models.decode import DecodeWeights
-from stepwell.models.transformer import Decoder, ForwardOptions, Piece, TokenOutputs, init_rule
+from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
 from stepwell.parallel.apply import parallelize
+from stepwell.parallel.context import context_ranks, gather_tokens, local_tokens
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
 from stepwell.parallel.offload import ActivationOffload, check_host
+from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
+from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.guard import Guard, Verdict
@@ -90,7 +93,13 @@ class Engine:
         check_host(run, self.mesh)
         if run.layout.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.pieces = [self._build(None)]
+        self.pieces, self.pipeline = [], None
+        if run.layout.pp == 1:
+            self.pieces = [self._build(None)]
+        else:
+            places = pieces_of(run.model, run.layout, self.mesh.place.pp)
+            self.pieces = [self._build(place) for place in places]
+            self.pipeline = Pipeline(self.pieces, self.mesh, run)
         build = HostOptimizer if run.offload.optimizer else build_optimizer
         self.optimizer = build(self.named_parameters(), run.optim)
         if weights is None:
@@ -123,7 +132,10 @@ class Engine:
         return decoder
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters (shards) under their global names."""
+        """This rank's parameters (shards) under their global names; of parameters that two ends of
+        a pipeline share, the first one's."""
+        if self.pipeline is not None:
+            return ((name, parameter) for _, name, parameter in self.pipeline.named_parameters())
         return (pair for piece in self.pieces for pair in piece.named_parameters())
 
     @property
@@ -146,19 +158,31 @@ class Engine:
             self._begin_release(len(micro_batches))
         value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         metrics: dict[str, Tensor] = {}
-        for i, micro in enumerate(micro_batches):
-            begin_micro_batch(self.decoder, self.run.layout, i == len(micro_batches) - 1)
-            outputs = self._forward(micro, loss.needs, temperature)
-            sums, seen = loss.fn(outputs, micro.to(self.mesh.device))
-            objective = sum(
+
+        def objective(piece: Decoder, inputs: Tensor | None, i: int) -> Tensor:
+            outputs = self._forward(micro_batches[i], loss.needs, temperature, piece, inputs)
+            if not piece.piece.last:
+                return outputs
+            mine = local_tokens(micro_batches[i], self.mesh)
+            sums, seen = loss.fn(outputs, mine.to(self.mesh.device))
+            total = sum(
                 (total / (denominators[name] or 1.0) for name, total in sums.items()),
                 start=torch.zeros((), device=self.mesh.device),
             )
-            (objective * self._loss_factor).backward()
-            value += objective.detach()
-            for name, (total, count) in seen.items():
-                pair = torch.stack([total.detach().double(), count.detach().double()])
+            value.add_(total.detach())
+            for name, (part, count) in seen.items():
+                pair = torch.stack([part.detach().double(), count.detach().double()])
                 metrics[name] = metrics[name] + pair if name in metrics else pair
+            return total * self._loss_factor
+
+        num_micro = len(micro_batches)
+        if self.pipeline is not None:
+            num_tokens = self._num_tokens(micro_batches[0])
+            self.pipeline.forward_backward(num_micro, num_tokens, objective)
+        else:
+            for i in range(num_micro):
+                begin_micro_batch(self.decoder, self.run.layout, i == num_micro - 1)
+                objective(self.decoder, None, i).backward()
         return self._stats(batch, micro_batches, value, metrics)
 
     def optim_step(self) -> StepInfo:
@@ -178,11 +202,13 @@ class Engine:
         parameters = [parameter for _, parameter in self.named_parameters()]
         if self.loss_scale is not None:
             unscale(parameters, self.loss_scale.value)
-        norm = grad_norm(parameters)
+        norm = grad_norm(parameters, self.mesh.pp_group)
         verdict = self._overflow(norm) or self.guard.judge(self._last_loss, norm)
         if verdict.ok:
             clip(parameters, optim.clip_norm, norm)
             self.optimizer.step()
+            if self.pipeline is not None:
+                self.pipeline.share_tied_weights()
             self.updates += 1
         self.optimizer.zero_grad()
         self._last_loss = None
@@ -216,12 +242,27 @@ class Engine:
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """log p(target) (B, T) in float32 on the CPU; zero where the batch has no weight."""
         needs = frozenset({"logprobs"})
-        rows = []
-        for micro in self._micro_batches(batch):
-            found = self._forward(micro, needs, temperature).logprobs_BT
-            assert found is not None
-            rows.append(found.float().cpu())
-        return torch.cat(rows)[: batch.num_rows]
+        micro_batches = self._micro_batches(batch)
+        shape = (sum(micro.num_rows for micro in micro_batches), batch.tokens_BT.shape[1])
+        parts: dict[int, Tensor] = {}
+
+        def score(piece: Decoder, inputs: Tensor | None, i: int) -> Any:
+            outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs)
+            if piece.piece.last:
+                parts[i] = gather_tokens(outputs.logprobs_BT.float(), self.mesh)
+            return outputs
+
+        if self.pipeline is not None:
+            num_tokens = self._num_tokens(micro_batches[0])
+            self.pipeline.forward(len(micro_batches), num_tokens, score)
+            known = self.pipeline.has_last
+            logprobs_BT = torch.cat([parts[i] for i in sorted(parts)]) if known else None
+            logprobs_BT = self.pipeline.from_last(logprobs_BT, shape, torch.float32)
+        else:
+            for i in range(len(micro_batches)):
+                score(self.decoder, None, i)
+            logprobs_BT = torch.cat([parts[i] for i in sorted(parts)])
+        return logprobs_BT[: batch.num_rows].cpu()
 
     def generate(
         self,
@@ -257,6 +298,10 @@ class Engine:
     @torch.no_grad()
     def iter_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """One full parameter at a time. Every rank must run through it together."""
+        if self.pipeline is not None:
+            for name, full in self.pipeline.iter_full(full_shapes(self.run.model)):
+                yield name, full.to(dtype or full.dtype, copy=True)
+            return
         for name, parameter in self.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, full.detach().to(dtype or full.dtype, copy=True)
@@ -265,23 +310,26 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies full tensors into the (sharded) parameters; strict both ways."""
         parameters = dict(self.named_parameters())
-        missing = set(parameters)
+        shapes = full_shapes(self.run.model)
+        missing = set(shapes)
         for name, tensor in weights:
-            if name not in parameters:
+            if name not in shapes:
                 raise CheckpointError(f"the weights have {name!r}, which the model has not")
-            parameter = parameters[name]
-            if tuple(tensor.shape) != tuple(parameter.shape):
+            if tensor.shape != shapes[name]:
                 raise CheckpointError(
                     f"{name} has shape {tuple(tensor.shape)} in the weights but "
-                    f"{tuple(parameter.shape)} in the model"
+                    f"{tuple(shapes[name])} in the model"
                 )
+            missing.discard(name)
+            if name not in parameters:  # another pipeline stage's
+                continue
+            parameter = parameters[name]
             value = tensor.to(parameter.device, parameter.dtype)
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(
                     value, parameter.device_mesh, parameter.placements, src_data_rank=None
                 )
             parameter.copy_(value)
-            missing.discard(name)
         if missing:
             raise CheckpointError(f"the weights lack {sorted(missing)[:5]}")
         self._weights_changed()
@@ -296,7 +344,7 @@ class Engine:
             "updates": self.updates,
             "guard": self.guard.state(),
             "precision": self._precision_state(),
-            "optim": self.optimizer.hyperparameters(),
+            "optim": self._hyperparameters(),
             "model": _dimensions(self.run),
             "extra": extra,
         }
@@ -363,8 +411,17 @@ class Engine:
     def _weights_changed(self) -> None:
         """After the parameters were written to otherwise than by a step."""
         self._decode_weights = None
+        if self.pipeline is not None:
+            self.pipeline.share_tied_weights()
         if isinstance(self.optimizer, HostOptimizer):
             self.optimizer.reload_masters()
+
+    def _hyperparameters(self) -> dict[str, dict[str, float]]:
+        """The optimiser's settings for every parameter of the model."""
+        mine = self.optimizer.hyperparameters()
+        if self.pipeline is None:
+            return mine
+        return {name: value for part in self.pipeline.gather(mine) for name, value in part.items()}
 
     def _begin_release(self, num_micro_batches: int) -> None:
         if num_micro_batches > 1:
@@ -382,9 +439,18 @@ class Engine:
         set_lr(self.optimizer, lr_fraction(optim.schedule, self.step, self.run.train.steps))
 
     def _forward(
-        self, micro: Batch, needs: frozenset[str], temperature: float = 1.0
-    ) -> TokenOutputs:
+        self,
+        micro: Batch,
+        needs: frozenset[str],
+        temperature: float,
+        piece: Decoder,
+        inputs: Tensor | None,
+    ) -> Any:
+        """What a piece makes of the tokens, or of the x_ND that it is given: x_ND, or TokenOutputs
+        from the last one."""
         dtype = DTYPES[self.run.precision.compute]
+        cu_seqlens, cp = micro.cu_seqlens(), context_ranks(micro, self.mesh, self.run.layout)
+        micro = local_tokens(micro, self.mesh)
         active = micro.weights_BT.flatten().nonzero().flatten()
         num_tokens = micro.tokens_BT.numel()
         options = ForwardOptions(
@@ -394,14 +460,15 @@ class Engine:
             keep_logits=self._keeps_logits(active.numel()),
             temperature=temperature,
             compiled=self.run.layout.compile,
+            in_halves=self.run.layout.pp_schedule in ZERO_BUBBLE,
             tp=self.mesh.tp_group,
+            cp=cp,
         )
-        cu_seqlens = micro.cu_seqlens()
         if self.run.layout.compile:  # the number of documents changes from batch to batch
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         device = self.mesh.device
-        return self.decoder(
-            micro.tokens_BT.to(device),
+        return piece(
+            micro.tokens_BT.to(device) if inputs is None else inputs,
             micro.positions_BT.to(device),
             cu_seqlens.to(device),
             micro.targets_BT.to(device),
@@ -419,13 +486,24 @@ class Engine:
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         """This rank's rows in pieces; as many on every rank, so that collectives match."""
         size = self.run.train.micro_batch_rows
+        if self.pipeline is not None:
+            size = max(1, min(size, batch.num_rows))
         pieces = [batch.rows(i, i + size) for i in range(0, batch.num_rows, size)]
         wanted = int(all_reduce_max(torch.tensor(len(pieces)), self.mesh))
         if wanted == 0:
             raise TrainingError("the batch has no rows on any rank")
+        length = batch.tokens_BT.shape[1]
+        if self.pipeline is not None:  # of one shape, and as many as the schedule can run
+            wanted = self.pipeline.micro_batches(wanted)
+            if pieces and (missing := size - pieces[-1].num_rows):
+                pieces[-1] = concat([pieces[-1], padding(missing, length, batch.extra)])
         while len(pieces) < wanted:
-            pieces.append(padding(1, batch.tokens_BT.shape[1], batch.extra))
+            pieces.append(padding(size if self.pipeline else 1, length, batch.extra))
         return pieces
+
+    def _num_tokens(self, micro: Batch) -> int:
+        """N: the tokens of a micro-batch that this rank has between two blocks."""
+        return micro.tokens_BT.numel() // (self.mesh.sizes.cp * self.mesh.sizes.tp)
 
     def _global_counts(self, counts: dict[str, float]) -> dict[str, float]:
         names = sorted(counts)
@@ -441,10 +519,17 @@ class Engine:
         metrics: dict[str, Tensor],
     ) -> Stats:
         names = sorted(metrics)
-        active = [int((micro.weights_BT != 0).sum()) for micro in micro_batches]
+        if self.pipeline is not None:  # the loss was computed at its end only
+            names = self.pipeline.object_from_last(names)
+            nothing = torch.zeros(2, dtype=torch.float64)
+            metrics = {name: metrics.get(name, nothing) for name in names}
+        active = [
+            int((local_tokens(micro, self.mesh).weights_BT != 0).sum()) for micro in micro_batches
+        ]
         twice = sum(count for count in active if not self._keeps_logits(count))
-        counts = [(batch.docs_BT >= 0).sum().item(), sum(active), twice]
-        counts = torch.tensor(counts, dtype=torch.float64) * self.mesh.counts_rows
+        seen = (local_tokens(batch, self.mesh).docs_BT >= 0).sum().item()
+        counts = torch.tensor([seen, sum(active), twice], dtype=torch.float64)
+        counts *= self.mesh.counts_tokens
         # Tensor ranks have computed the same loss.
         found = torch.cat([value.cpu().reshape(1), *(metrics[name].cpu() for name in names)])
         found *= self.mesh.place.tp == 0

@@ -1,0 +1,254 @@
+"""Attention over a row whose tokens are divided among the ranks of a group.
+
+R ranks, n tokens of this rank (all rows, zig-zag: `models.zigzag`), N = R*n, H query heads, K
+key/value heads, E head_dim. `cu_seqlens` holds the borders of the documents in all N tokens.
+
+Ring (2310.01889): keys and values travel from rank to rank, and each rank merges what its queries
+see of them by their log-sum-exp. All-to-all (DeepSpeed-Ulysses, 2309.14509): the ranks trade tokens
+for heads, so that each has all tokens of some heads.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils.flop_counter import register_flop_formula
+
+from stepwell.models.collectives import all_to_all
+from stepwell.models.tile_attention import Kernel, add, kernel, merge
+from stepwell.models.zigzag import Shares, chunks, visible_pairs
+
+# --- ring ----------------------------------------------------------------------------------------
+
+
+def ring_attention(
+    q_nHE: Tensor,
+    k_nKE: Tensor,
+    v_nKE: Tensor,
+    borders: Tensor,
+    num_rows: int,
+    window: int | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Attention output (n, H, E) of this rank's queries. borders: cu_seqlens on the CPU, where the
+    work is planned. At most two ranks' keys and values are held at a time.
+
+    Each rank sends its K and V to R - 1 others in the forward pass and again in the backward pass,
+    where their gradients follow in at least float32.
+    """
+    out, _ = _ring(q_nHE, k_nKE, v_nKE, borders, num_rows, window or 0, group.group_name)
+    return out
+
+
+@torch.library.custom_op("stepwell::ring_attention", mutates_args=())
+def _ring(
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, num_rows: int, window: int, group: str
+) -> tuple[Tensor, Tensor]:
+    ring = Ring.of(group)
+    return ring_forward(q, k, v, ring.shares(borders, num_rows, window), ring, kernel(q))
+
+
+@torch.library.custom_op("stepwell::ring_attention_backward", mutates_args=())
+def _ring_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    borders: Tensor,
+    num_rows: int,
+    window: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring = Ring.of(group)
+    shares = ring.shares(borders, num_rows, window)
+    return ring_backward(grad, q, k, v, out, lse, shares, ring, kernel(q))
+
+
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, shares: Shares, ring: Ring, kernel: Kernel
+) -> tuple[Tensor, Tensor]:
+    """Output (n, H, E) and log-sum-exp (n, H)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(q.shape, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=wide, device=q.device)
+    block = torch.stack([k, v])
+    for step in range(ring.size):
+        source = (ring.rank - step) % ring.size
+        coming = ring.pass_on(block) if step + 1 < ring.size else None
+        tiles = shares.tiles(ring.rank, source)
+        for part in kernel.forward(q, block[0], block[1], tiles, shares.window):
+            merge(out, lse, *part)
+        block = coming.wait() if coming else block
+    return out.to(q.dtype), lse
+
+
+def ring_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    shares: Shares,
+    ring: Ring,
+    kernel: Kernel,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of a block follow it round the ring, one step behind, and so
+    come home after the last step; a rank's own share of its block's waits for them there."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    block = torch.stack([k, v])
+    grad_q = torch.zeros(q.shape, dtype=wide, device=q.device)
+    own, travelling = torch.zeros(block.shape, dtype=wide, device=q.device), None
+    for step in range(ring.size):
+        source = (ring.rank - step) % ring.size
+        coming = ring.pass_on(block) if step + 1 < ring.size else None
+        grads = torch.zeros_like(own) if step else own
+        tiles = shares.tiles(ring.rank, source)
+        parts = kernel.backward(grad, q, block[0], block[1], out, lse, tiles, shares.window)
+        for queries, keys, dq, dk, dv in parts:
+            add(grad_q, queries, dq)
+            add(grads[0], keys, dk)
+            add(grads[1], keys, dv)
+        if step:
+            if travelling is not None:
+                grads += travelling.wait()
+            travelling = ring.pass_on(grads, tag=1)
+        block = coming.wait() if coming else block
+    if travelling is not None:
+        own += travelling.wait()
+    grad_k, grad_v = (x.to(k.dtype, copy=True) for x in own.unbind())
+    return grad_q.to(q.dtype), grad_k, grad_v
+
+
+class Ring(NamedTuple):
+    """The ranks of a group in a circle."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(group_name: str) -> Ring:
+        group = distributed_c10d._resolve_process_group(group_name)  # pyright: ignore
+        return Ring(group, group.rank(), group.size())
+
+    def shares(self, borders: Tensor, num_rows: int, window: int) -> Shares:
+        return Shares(borders.tolist(), num_rows, self.size, window)
+
+    def pass_on(self, block: Tensor, tag: int = 0) -> Exchange:
+        """Begins to send `block` to the next rank and to receive the one before's."""
+        ahead, behind = (
+            dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
+        )
+        received = torch.empty_like(block)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, block, ahead, self.group, tag),
+                dist.P2POp(dist.irecv, received, behind, self.group, tag),
+            ]
+        )
+        return Exchange(block, received, works)
+
+
+class Exchange(NamedTuple):
+    """Until it has been waited for, nobody may write to `sent`."""
+
+    sent: Tensor
+    received: Tensor
+    works: list[dist.Work]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.received
+
+
+@_ring.register_fake
+def _(q, k, v, borders, num_rows, window, group):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
+
+
+@_ring_backward.register_fake
+def _(grad, q, k, v, out, lse, borders, num_rows, window, group):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, borders, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output, borders)
+
+
+def _backward(ctx, grad, _):
+    q, k, v, out, lse, borders = ctx.saved_tensors
+    grads = _ring_backward(grad, q, k, v, out, lse, borders, *ctx.rest)
+    return *grads, None, None, None, None
+
+
+_ring.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.stepwell.ring_attention, get_raw=True)
+def _forward_flops(q, k, v, borders, num_rows, window, group, *args, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _pairs(q, borders, num_rows, window, group)
+
+
+@register_flop_formula(torch.ops.stepwell.ring_attention_backward, get_raw=True)
+def _backward_flops(
+    grad, q, k, v, out, lse, borders, num_rows, window, group, *args, **kwargs
+) -> int:
+    return 8 * q.shape[1] * q.shape[2] * _pairs(q, borders, num_rows, window, group)
+
+
+def _pairs(q: Tensor, borders: Tensor, num_rows: int, window: int, group: str) -> int:
+    """This rank's part of half of each document's square, the convention of `models/flops`."""
+    ring = Ring.of(group)
+    parts = [chunks(rank, ring.size) for rank in range(ring.size)]
+    seen = visible_pairs(borders.tolist(), num_rows, parts, window)[ring.rank]
+    return seen - q.shape[0] // 2
+
+
+# --- all-to-all ----------------------------------------------------------------------------------
+
+
+def tokens_for_heads(
+    q_nHE: Tensor, k_nKE: Tensor, v_nKE: Tensor, num_rows: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's share of the heads, for all N tokens in their order: (N, H/R, E) and twice
+    (N, K'/R, E). Where R does not divide K, key/value heads are repeated to the least number K'
+    that it does divide. R must divide H."""
+    heads, keyvalue, ranks = q_nHE.shape[1], k_nKE.shape[1], group.size()
+    repeats = math.lcm(keyvalue, ranks) // keyvalue
+    if repeats > 1:
+        k_nKE, v_nKE = (x.repeat_interleave(repeats, dim=1) for x in (k_nKE, v_nKE))
+    by_rank = [x.unflatten(1, (ranks, -1)) for x in (q_nHE, k_nKE, v_nKE)]
+    sent = torch.cat(by_rank, dim=2).transpose(0, 1).flatten(0, 1)  # (R*n, heads, E)
+    tokens = in_order(all_to_all(sent, group).unflatten(0, (ranks, -1)), num_rows)
+    share = keyvalue * repeats // ranks
+    return tokens.split([heads // ranks, share, share], dim=1)  # pyright: ignore[reportReturnType]
+
+
+def heads_for_tokens(out_NhE: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+    """The way back: all N tokens of this rank's h heads to (n, R*h, E)."""
+    sent = dealt(out_NhE, num_rows, group.size()).flatten(0, 1)
+    return all_to_all(sent, group).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
+
+
+def dealt(x_N: Tensor, num_rows: int, num_ranks: int) -> Tensor:
+    """(N, ...) tokens in order -> (R, n, ...), each rank's tokens."""
+    x = x_N.unflatten(0, (num_rows, 2 * num_ranks, -1))
+    early, late = x[:, :num_ranks], x[:, num_ranks:].flip(1)
+    return torch.stack([early, late], dim=2).transpose(0, 1).flatten(1, 3)
+
+
+def in_order(x_Rn: Tensor, num_rows: int) -> Tensor:
+    """(R, n, ...), each rank's tokens -> (N, ...) tokens in order."""
+    x = x_Rn.unflatten(1, (num_rows, 2, -1)).transpose(0, 1)  # B, R, 2, C
+    return torch.cat([x[:, :, 0], x[:, :, 1].flip(1)], dim=1).flatten(0, 2)
