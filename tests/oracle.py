@@ -93,7 +93,7 @@ def take_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
         assert parameter.grad is not None, f"{name} has no gradient"
         found[f"grad/{name}"] = full(parameter.grad)
     parameters = [parameter for _, parameter in engine.named_parameters()]
-    found["norm"] = torch.tensor(grad_norm(parameters), dtype=torch.float64)
+    found["norm"] = torch.tensor(grad_norm(parameters, engine.mesh.pp_group), dtype=torch.float64)
     info = engine.optim_step()
     assert not info.skipped
     assert info.grad_norm == found["norm"].item()

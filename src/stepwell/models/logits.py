@@ -47,6 +47,7 @@ def token_stats(
     with_entropy: bool = False,
     with_mean: bool = False,
     compiled: bool = False,
+    in_halves: bool = False,
     tp: dist.ProcessGroup | None = None,
 ) -> TokenStats:
     """Log-probability of the target, log Z, entropy and mean logit of softmax(h W^T / T).
@@ -56,7 +57,8 @@ def token_stats(
     that of hidden_ND is then this rank's part of a sum.
 
     Entropy and mean logit are zero, without gradient, unless asked for. Differentiable in
-    hidden_ND and weight_VD, once: the backward pass overwrites what was kept.
+    hidden_ND and weight_VD, once: the backward pass overwrites what was kept, but not when it comes
+    in_halves (gradients of the inputs and of the weights apart).
     """
     N = hidden_ND.shape[0]
     compiled = compiled and hidden_ND.device.type != "cpu"  # slices in cache are faster there
@@ -75,6 +77,7 @@ def token_stats(
         with_entropy,
         with_mean,
         compiled,
+        in_halves,
         tp,
     )
     return TokenStats(*(value[:N] for value in stats))
@@ -196,7 +199,18 @@ def _compiled(function: Callable) -> Callable:
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, chunk, keep, scale, with_entropy, with_mean, compiled, tp
+        ctx,
+        hidden,
+        weight,
+        targets,
+        chunk,
+        keep,
+        scale,
+        with_entropy,
+        with_mean,
+        compiled,
+        in_halves,
+        tp,
     ):
         ctx.set_materialize_grads(False)
         chunk_stats = _compiled(_chunk_stats) if compiled else _chunk_stats
@@ -219,7 +233,8 @@ class _TokenStats(torch.autograd.Function):
             stats = _combined(stats, share.owner_N, tp)
             inside = (local_lse - stats[1]).exp() if keeps_probs else None
         ctx.save_for_backward(hidden, weight, head, targets, *stats[:3], owned, inside, *kept)
-        ctx.options = (chunk, scale, keeps_probs, compiled, 1 if tp is None else tp.size())
+        ctx.options = (chunk, scale, keeps_probs, compiled, in_halves)
+        ctx.num_parts = 1 if tp is None else tp.size()
         return stats
 
     @staticmethod
@@ -227,15 +242,18 @@ class _TokenStats(torch.autograd.Function):
         hidden, weight, head, targets, logprobs, lse, entropy, owned, inside, *kept = (
             ctx.saved_tensors
         )
-        chunk, scale, keeps_probs, compiled, num_parts = ctx.options
+        chunk, scale, keeps_probs, compiled, in_halves = ctx.options
         chunk_grad = _compiled(_chunk_grad) if compiled else _chunk_grad
-        coefficients = _coefficients(grads, logprobs, entropy, scale, weight.shape[0] * num_parts)
+        vocab_size = weight.shape[0] * ctx.num_parts
+        coefficients = _coefficients(grads, logprobs, entropy, scale, vocab_size)
         if inside is not None:  # what was kept are probabilities within this rank's part
             coefficients = coefficients._replace(prob=coefficients.prob * inside)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None
         for i, part in enumerate(_parts(hidden.shape[0], chunk)):
             values = kept[i] if kept else hidden[part] @ head.t()
+            if kept and in_halves:
+                values = values.clone()
             for rows in _slices(values, compiled):
                 chunk_grad(
                     values[rows],
@@ -256,7 +274,7 @@ class _TokenStats(torch.autograd.Function):
             del product
             if kept:
                 kept[i] = None
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def _parts(N: int, size: int) -> Iterator[slice]:

@@ -91,6 +91,7 @@ class TokenOutputs(NamedTuple):
 @dataclass(frozen=True)
 class ForwardOptions:
     """needs: fields of TokenOutputs without their suffix, e.g. {"logprobs", "entropy"}.
+    in_halves: the backward pass computes the gradients of inputs and of weights apart.
     tp: the ranks of the tensor axis, if there is one; between the sublayers each then has N / tp
     tokens, in order (sequence parallelism, 2205.05198), and all have the whole outputs.
     cp: the ranks that each have some tokens of the rows, if there are several; inputs and outputs
@@ -102,6 +103,7 @@ class ForwardOptions:
     keep_logits: bool = False
     temperature: float = 1.0
     compiled: bool = False
+    in_halves: bool = False
     tp: dist.ProcessGroup | None = None
     cp: ContextRanks | None = None
 
@@ -233,6 +235,7 @@ class Decoder(nn.Module):
                 with_entropy="entropy" in options.needs,
                 with_mean="mean_logit" in options.needs,
                 compiled=options.compiled,
+                in_halves=options.in_halves,
                 tp=options.tp,
             )
             for name, value in stats._asdict().items():

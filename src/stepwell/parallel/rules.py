@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stepwell.config import LayoutConfig, Run
-from stepwell.parallel import fp8_layers, remat
+from stepwell.parallel import fp8_layers, lever_rules, remat
 from stepwell.parallel.schedules import (
     ZERO_BUBBLE,
     fewest_micro_batches,
@@ -297,6 +297,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "release in a pipeline", "A pipeline has several micro-batches a step.", _pipeline_release
+    ),
+    Rule("offload once", "Parameter offload includes the optimiser.", lever_rules.offload_twice),
+    Rule("offload AdamW", "The host steps element by element.", lever_rules.host_steps_adamw),
+    Rule("8-bit moments", "They are of float32 weights on the device.", lever_rules.eight_bits),
+    Rule(
+        "gradient release",
+        "A step within the backward pass sees one gradient of one micro-batch.",
+        lever_rules.release,
     ),
     Rule("zero", "A stage says when gradients are reduced and weights resharded.", _zero),
     Rule("fp8 shapes", "The 8-bit product reads 16 bytes at a time.", fp8_layers.odd_shapes),

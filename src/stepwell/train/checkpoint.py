@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -116,7 +117,7 @@ def load_checkpoint(
     wanted = _prefixed(model_state, optim_state or {})
     if optim_state is None:
         stored = {name: value for name, value in stored.items() if name.startswith("model.")}
-    _check_tensors(folder, stored, wanted)
+    _check_tensors(folder, stored, wanted, mesh)
 
     def read() -> None:
         group = mesh.background_group
@@ -412,9 +413,25 @@ def _check_dimensions(folder: Path, stored: Mapping[str, Any], wanted: Mapping[s
         )
 
 
-def _check_tensors(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> None:
-    problems = _some("missing", sorted(set(wanted) - set(stored)))
-    problems += _some("surplus", sorted(set(stored) - set(wanted)))
+def _check_tensors(
+    folder: Path, stored: Mapping[str, Any], wanted: Mapping[str, Tensor], mesh: Mesh | None = None
+) -> None:
+    """With a mesh: what its pipeline's ranks want together."""
+    unfit = _unfit(stored, wanted)
+    names = set(wanted)
+    if mesh is not None and mesh.pp_group is not None:
+        everyone: list[Any] = [None] * mesh.sizes.pp
+        dist.all_gather_object(everyone, (names, unfit), group=mesh.pp_group)
+        names = set().union(*(found for found, _ in everyone))
+        unfit = [problem for _, found in everyone for problem in found]
+    problems = _some("missing", sorted(names - set(stored)))
+    problems += _some("surplus", sorted(set(stored) - names))
+    problems += _some("unfitting", unfit)
+    if problems:
+        raise CheckpointError(f"the checkpoint {folder} does not fit: {'. '.join(problems)}")
+
+
+def _unfit(stored: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> list[str]:
     unfit = []
     for name in sorted(set(stored) & set(wanted)):
         there, here = stored[name], wanted[name]
@@ -424,9 +441,7 @@ def _check_tensors(folder: Path, stored: Mapping[str, Any], wanted: Mapping[str,
             unfit.append(f"{name} has shape {tuple(there.size)} there, {tuple(here.shape)} here")
         elif there.properties.dtype != here.dtype:
             unfit.append(f"{name} is {there.properties.dtype} there, {here.dtype} here")
-    problems += _some("unfitting", unfit)
-    if problems:
-        raise CheckpointError(f"the checkpoint {folder} does not fit: {'. '.join(problems)}")
+    return unfit
 
 
 def _some(kind: str, items: list[str]) -> list[str]:

@@ -25,8 +25,9 @@ from stepwell.parallel.apply import parallelize
 from stepwell.parallel.context import context_ranks, gather_tokens, local_tokens
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
+from stepwell.parallel.lever_rules import check_host
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
-from stepwell.parallel.offload import ActivationOffload, check_host
+from stepwell.parallel.offload import ActivationOffload
 from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
@@ -90,7 +91,7 @@ class Engine:
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
         check_run(run, self.mesh.world)
-        check_host(run, self.mesh)
+        check_host(run, self.mesh.sizes, grouped=self.mesh.device_mesh is not None)
         if run.layout.deterministic:
             torch.use_deterministic_algorithms(True)
         self.pieces, self.pipeline = [], None

@@ -221,13 +221,15 @@ def set_lr(optimizer: _Groups, fraction: float) -> None:
         group["lr"] = group["base_lr"] * fraction
 
 
-def grad_norm(parameters: Iterable[Tensor]) -> float:
+def grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> float:
     """The 2-norm of all gradients together, the same on every rank, summed in float64.
 
     Takes plain tensors and DTensors of several meshes in any mixture; parameters without a
-    gradient count as zero. One collective per mesh axis.
+    gradient count as zero. stages: ranks that hold other parameters of the model (a pipeline's).
+    One collective per mesh axis.
     """
-    return norm_of_squares(grad_square(gradient) for gradient in _gradients(parameters))
+    found = (grad_square(gradient) for gradient in _gradients(parameters))
+    return norm_of_squares(found, stages)
 
 
 def grad_square(gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
@@ -237,16 +239,21 @@ def grad_square(gradient: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     return _sum_of_squares(local), groups
 
 
-def norm_of_squares(found: Iterable[tuple[Tensor, tuple[Any, ...]]]) -> float:
+def norm_of_squares(
+    found: Iterable[tuple[Tensor, tuple[Any, ...]]], stages: dist.ProcessGroup | None = None
+) -> float:
     """`grad_norm` of the gradients whose `grad_square`s are given, in the parameters' order."""
     squares: dict[tuple[Any, ...], Tensor] = {}
     for square, groups in found:
         squares[groups] = squares[groups] + square if groups in squares else square
-    total = 0.0
     for groups, square in squares.items():
         for group in groups:
             dist.all_reduce(square, group=group)
-        total += square.item()
+    total = sum(square.item() for square in squares.values())
+    if stages is not None:
+        whole = torch.full_like(next(iter(squares.values())), total)
+        dist.all_reduce(whole, group=stages)
+        total = whole.item()
     return math.sqrt(total) if total >= 0 else math.nan
 
 

@@ -1,0 +1,307 @@
+"""Pipeline parallelism by torch.distributed.pipelining: its stages and schedules around the pieces of
+a decoder (GPipe, 1811.06965, and the others that parallel/schedules.py names).
+
+Every rank of a pipeline has all micro-batches of its data share, so stages pass on activations
+alone: x_ND, N tokens of a micro-batch on this rank, D d_model. Where the embedding is also the
+head, the first stage owns it: the last stage's copy gives its gradient to the owner before the
+step and takes the weights over after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from stepwell.config import LayoutConfig, ModelConfig, Run
+from stepwell.models.transformer import Decoder, Piece
+from stepwell.parallel.fsdp import DTYPES
+from stepwell.parallel.init import global_name
+from stepwell.parallel.mesh import Mesh, all_gather_objects
+from stepwell.parallel.schedules import (
+    next_micro_batches,
+    num_stages,
+    rank_of_stage,
+    split_blocks,
+    stages_of_rank,
+)
+from stepwell.types import TrainingError
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+EMBEDDING = "embed.weight"
+
+# (piece, x_ND or None for the first one, number of the micro-batch) -> x_ND, or for the last piece
+# the scalar that is minimised (anything in a pass without gradients).
+Forward = Callable[[Decoder, Tensor | None, int], Any]
+
+
+def pieces_of(model: ModelConfig, layout: LayoutConfig, pp_rank: int) -> list[Piece]:
+    """What a pipeline rank holds of the model, in the model's order."""
+    blocks, last = split_blocks(model.num_layers, layout), num_stages(layout) - 1
+    return [
+        Piece(blocks[s].start, blocks[s].stop, first=s == 0, last=s == last)
+        for s in stages_of_rank(pp_rank, layout)
+    ]
+
+
+def is_copy(piece: Piece, name: str) -> bool:
+    """Whether a piece's parameter is a copy of one that the first piece owns."""
+    return name == EMBEDDING and not piece.first
+
+
+def full_shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    """Name -> shape of every parameter of the whole model, in its order."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in Decoder(model).named_parameters()}
+
+
+class Pipeline:
+    """The pieces of this rank, as stages. Every rank of a pipeline must call each method together,
+    with the same numbers."""
+
+    def __init__(self, pieces: Sequence[Decoder], mesh: Mesh, run: Run):
+        assert mesh.pp_group is not None
+        self.pieces = list(pieces)
+        self.layout = run.layout
+        self.mesh, self.group = mesh, mesh.pp_group
+        self.dtype, self.d_model = DTYPES[run.precision.compute], run.model.d_model
+        self.stages = stages_of_rank(mesh.place.pp, run.layout)
+        self.last_rank = rank_of_stage(num_stages(run.layout) - 1, run.layout)
+        self.tied = run.model.tied
+        self.checked = False
+        self._built: dict[bool, tuple[tuple[int, int], Any, list[_Stage]]] = {}
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this rank computes the outputs."""
+        return self.last_rank == self.mesh.place.pp
+
+    def micro_batches(self, wanted: int) -> int:
+        """How many micro-batches a pass must have that needs `wanted`."""
+        return next_micro_batches(wanted, self.layout)
+
+    def forward_backward(self, num_micro_batches: int, num_tokens: int, forward: Forward) -> None:
+        """Adds the gradient of the sum of all micro-batches' objectives; num_tokens: N.
+
+        Raises TrainingError on every rank if, after the first pass, a parameter has no gradient.
+        """
+        self._run(num_micro_batches, num_tokens, forward, backward=True)
+        self._collect_tied_gradient()
+        if not self.checked:
+            self._check_gradients()
+            self.checked = True
+
+    @torch.no_grad()
+    def forward(self, num_micro_batches: int, num_tokens: int, forward: Forward) -> None:
+        """One pass without gradients; results are what `forward` keeps of the last piece."""
+        self._run(num_micro_batches, num_tokens, forward, backward=False)
+
+    @torch.no_grad()
+    def share_tied_weights(self) -> None:
+        """Gives the copy of a tied embedding the owner's values: after a step, or a load."""
+        if not self.tied:
+            return
+        owner, copy = self._tied()
+        if owner is not None and copy is not None:
+            copy.copy_(owner)
+        elif owner is not None:
+            dist.send(_local(owner), self._global(self.last_rank), self.group)
+        elif copy is not None:
+            dist.recv(_local(copy), self._global(0), self.group)
+
+    @torch.no_grad()
+    def iter_full(self, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the model in its order, whole, on every rank, one at a time."""
+        owners = self._owners()
+        mine = {name: p for _, name, p in self.named_parameters()}
+        for name, shape in shapes.items():
+            owner = owners[name]
+            if owner == self.mesh.place.pp:
+                parameter = mine[name]
+                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                full = full.detach().contiguous()
+            else:
+                dtype = next(iter(mine.values())).dtype
+                full = torch.empty(shape, dtype=dtype, device=self.mesh.device)
+            dist.broadcast(full, self._global(owner), self.group)
+            yield name, full
+
+    def named_parameters(self) -> Iterator[tuple[Decoder, str, nn.Parameter]]:
+        """(piece, global name, parameter), without copies."""
+        for piece in self.pieces:
+            for name, parameter in piece.named_parameters():
+                if not is_copy(piece.piece, global_name(name)):
+                    yield piece, global_name(name), parameter
+
+    def from_last(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The value of the rank with the last piece, on all ranks of the pipeline."""
+        if value is None:
+            value = torch.empty(tuple(shape), dtype=dtype, device=self.mesh.device)
+        value = value.to(self.mesh.device).contiguous()
+        dist.broadcast(value, self._global(self.last_rank), self.group)
+        return value
+
+    def object_from_last(self, value: Any) -> Any:
+        """As `from_last`, for any value of our own making."""
+        box = [value]
+        source = self._global(self.last_rank)
+        dist.broadcast_object_list(box, source, self.group, self.mesh.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks of the pipeline."""
+        values: list[Any] = [None] * self.layout.pp
+        dist.all_gather_object(values, value, self.group)
+        return values
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _run(
+        self, num_micro_batches: int, num_tokens: int, forward: Forward, backward: bool
+    ) -> None:
+        key = (num_micro_batches, num_tokens)
+        if backward not in self._built or self._built[backward][0] != key:
+            # The former one's receive buffers are as large as its micro-batches.
+            self._built.pop(backward, None)
+            self._built[backward] = (key, *self._build(*key, backward))
+        _, schedule, stages = self._built[backward]
+        for stage in stages:
+            stage.compute = forward
+        try:
+            schedule.step(target=torch.zeros(num_micro_batches), return_outputs=False)
+        finally:
+            for stage in stages:
+                stage.compute = None
+                stage.clear_runtime_states()
+
+    def _build(
+        self, num_micro_batches: int, num_tokens: int, backward: bool
+    ) -> tuple[Any, list[_Stage]]:
+        def activation() -> Tensor:
+            shape = (num_tokens, self.d_model)
+            return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=backward)
+
+        stages = [
+            _Stage(
+                piece,
+                index,
+                num_stages(self.layout),
+                self.mesh.device,
+                input_args=() if piece.piece.first else (activation(),),
+                output_args=(_objective("meta", backward) if piece.piece.last else activation(),),
+                group=self.group,
+            )
+            for piece, index in zip(self.pieces, self.stages, strict=True)
+        ]
+        schedule = SCHEDULES[self.layout.pp_schedule]
+        return schedule(
+            stages if self.layout.pp_stages_per_rank > 1 else stages[0],
+            num_micro_batches,
+            loss_fn=_as_it_is if backward else None,
+            scale_grads=False,
+        ), stages
+
+    def _collect_tied_gradient(self) -> None:
+        """Adds the copy's gradient to the owner's."""
+        if not self.tied:
+            return
+        owner, copy = self._tied()
+        if owner is not None and copy is not None:
+            _gradient(owner).add_(_gradient(copy))
+        elif owner is not None:
+            received = torch.empty_like(_gradient(owner))
+            dist.recv(received, self._global(self.last_rank), self.group)
+            _gradient(owner).add_(received)
+        elif copy is not None:
+            dist.send(_gradient(copy), self._global(0), self.group)
+        if copy is not None:
+            copy.grad = None
+
+    def _tied(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        """The owner of the tied embedding and its copy, where this rank has them."""
+        by_end = {
+            piece.piece.first: piece.embed.weight
+            for piece in self.pieces
+            if piece.embed is not None
+        }
+        return by_end.get(True), by_end.get(False)
+
+    def _check_gradients(self) -> None:
+        missing = [
+            name for _, name, p in self.named_parameters() if p.requires_grad and p.grad is None
+        ]
+        found = sorted({name for names in all_gather_objects(missing, self.mesh) for name in names})
+        if found:
+            raise TrainingError(
+                f"{len(found)} parameters got no gradient from the first backward pass under "
+                f"layout.pp_schedule={self.layout.pp_schedule!r}: {', '.join(found[:5])}"
+            )
+
+    def _owners(self) -> dict[str, int]:
+        """Name -> pipeline rank of its owner."""
+        names = self.gather([name for _, name, _ in self.named_parameters()])
+        return {name: rank for rank, mine in enumerate(names) for name in mine}
+
+    def _global(self, pp_rank: int) -> int:
+        return dist.get_global_rank(self.group, pp_rank)
+
+
+class _Stage(PipelineStage):
+    """A stage that computes by a given function, which is told the micro-batch's number."""
+
+    compute: Forward | None = None
+    index = 0
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.index = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *inputs: Tensor) -> Tensor:
+        assert self.compute is not None
+        assert isinstance(self.submod, Decoder)
+        found = self.compute(self.submod, inputs[0] if inputs else None, self.index)
+        if not self.is_last:
+            return found.clone() if found._is_view() else found  # detached in place later
+        if not self.has_backward:
+            return _objective(self.device, False)
+        return torch.stack([found.double()])
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Torch would clear all gradients here, also those of an earlier pass of the same step."""
+
+
+def _objective(device: torch.device | str, requires_grad: bool) -> Tensor:
+    return torch.zeros(1, dtype=torch.float64, device=device, requires_grad=requires_grad)
+
+
+def _as_it_is(output: Tensor, target: Tensor) -> Tensor:
+    """The loss function of a stage whose output is the loss."""
+    return output
+
+
+def _local(x: Tensor) -> Tensor:
+    x = x.detach()
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return _local(parameter.grad)
