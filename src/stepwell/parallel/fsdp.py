@@ -127,11 +127,16 @@ def _prefetch(decoder: nn.Module, blocks: list[Any], layout: LayoutConfig) -> No
     """Names the blocks to be gathered while another one is at work."""
     ahead, back = layout.prefetch_forward, layout.prefetch_backward
     assert isinstance(decoder, FSDPModule)
+    segments: Any = decoder.segments
+    lengths = [stop - start for start, stop, _ in segments]
+    ends = [sum(lengths[: g + 1]) for g, length in enumerate(lengths) for _ in range(length)]
     if ahead and blocks:
         decoder.set_modules_to_forward_prefetch(blocks[:ahead])
     for i, block in enumerate(blocks):
         if ahead and i + 1 < len(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
+            # Within a group that is computed again, not beyond it: the next one has been let go.
+            stop = ends[i] if i + 1 < ends[i] else len(blocks)
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : stop][:ahead])
         if back > 1 and i > 0:  # one is what FSDP2 does by itself
             block.set_modules_to_backward_prefetch(blocks[max(0, i - back) : i][::-1])
 

@@ -1,0 +1,133 @@
+"""Activation checkpointing: which blocks are computed again (1604.06174; selective: 2205.05198).
+No torch; `models/recompute.py` carries it out.
+
+A block keeps everything, its products, or its input. `segments_of` turns the configuration into
+that for the blocks of a pipeline piece; the planner asks the same function.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from stepwell.config import PrecisionConfig, Run
+from stepwell.models.activations import Keep, Segment, block_bytes, peak, root_bytes
+from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
+from stepwell.types import ConfigError
+
+if TYPE_CHECKING:
+    from stepwell.parallel.rules import AxisSizes
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+def segments_of(run: Run, sizes: AxisSizes, start: int, stop: int) -> tuple[Segment, ...]:
+    """What blocks start..stop-1 keep, in their order.
+
+    Raises ConfigError if no choice fits into remat.budget_bytes.
+    """
+    mode, numbers = run.remat.mode, range(start, stop)
+    if mode == "sqrt":
+        return square_root_groups(start, stop)
+    if mode == "budget":
+        return within_budget(run, sizes, start, stop)
+    keep: dict[str, Keep] = {"none": "all", "full": "input", "selective": "products"}
+    if mode == "every":
+        every = run.remat.every
+        return tuple(Segment(i, i + 1, "all" if i % every else "input") for i in numbers)
+    return tuple(Segment(i, i + 1, keep[mode]) for i in numbers)
+
+
+def square_root_groups(start: int, stop: int) -> tuple[Segment, ...]:
+    """About sqrt(n) groups of about sqrt(n) blocks each, of sizes that differ by one at most."""
+    n = stop - start
+    num_groups = max(1, round(math.sqrt(n)))
+    borders = [start + n * g // num_groups for g in range(num_groups + 1)]
+    return tuple(Segment(a, b, "input") for a, b in pairwise(borders) if b > a)
+
+
+def within_budget(run: Run, sizes: AxisSizes, start: int, stop: int) -> tuple[Segment, ...]:
+    """The fewest blocks that keep only their input, and then the fewest that keep only their
+    products, with which the activations of a micro-batch fit into remat.budget_bytes.
+
+    Raises ConfigError with the smallest budget that would do.
+    """
+    a, w = dtype_bytes(run.precision)
+    num_tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
+    block = block_bytes(run.model, num_tokens, a, w, run.layout.compile)
+    root = root_bytes(run.model, num_tokens, a, w) if stop == run.model.num_layers else 0
+    budget, smallest = run.remat.budget_bytes or 0, None
+    for choice in choices(start, stop):
+        needed = peak(choice, block, root)
+        if needed <= budget:
+            return choice
+        smallest = needed if smallest is None else min(smallest, needed)
+    raise ConfigError(
+        f"remat.budget_bytes={budget} does not hold the activations of a micro-batch of "
+        f"{num_tokens} tokens in blocks {start} to {stop - 1}, however much is computed again; the "
+        f"smallest budget that does is {smallest} (or lower train.micro_batch_rows)"
+    )
+
+
+def choices(start: int, stop: int) -> list[tuple[Segment, ...]]:
+    """All ways to give the first blocks to "input" and the next to "products", from no to all
+    recomputation. The last blocks keep the most: the backward pass frees them before it computes
+    the others again."""
+    n = stop - start
+    return [
+        _assign(start, n, num_input, num_products)
+        for num_input in range(n + 1)
+        for num_products in range(n - num_input + 1)
+    ]
+
+
+def _assign(start: int, n: int, num_input: int, num_products: int) -> tuple[Segment, ...]:
+    def keep(i: int) -> Keep:
+        return "input" if i < num_input else "products" if i < num_input + num_products else "all"
+
+    return tuple(Segment(start + i, start + i + 1, keep(i)) for i in range(n))
+
+
+def dtype_bytes(precision: PrecisionConfig) -> tuple[int, int]:
+    """Of the compute dtype, and of the wide one that norms and the loss are computed in."""
+    a = DTYPE_BYTES[precision.compute]
+    return a, max(a, 4)
+
+
+# --- rules -----------------------------------------------------------------------------------
+
+
+def broken_budget(run: Run, sizes: AxisSizes) -> str | None:
+    """For parallel/rules.py: a budget that some pipeline stage's blocks cannot keep."""
+    if run.remat.mode != "budget":
+        return None
+    try:
+        for blocks in split_blocks(run.model.num_layers, run.layout):
+            if blocks:
+                segments_of(run, sizes, blocks.start, blocks.stop)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def broken_by_compiler(run: Run, sizes: AxisSizes) -> str | None:
+    """For parallel/rules.py."""
+    if not run.layout.compile or run.remat.mode != "sqrt":
+        return None
+    return (
+        "remat.mode='sqrt' computes several blocks again together, but they are compiled one by "
+        "one; with layout.compile=true the nearest legal mode is 'full', or set compile=false"
+    )
+
+
+def broken_by_zero_bubble(run: Run, sizes: AxisSizes) -> str | None:
+    """For parallel/rules.py."""
+    if sizes.pp == 1 or run.layout.pp_schedule not in ZERO_BUBBLE or run.remat.mode == "none":
+        return None
+    return (
+        f"layout.pp_schedule={run.layout.pp_schedule!r} takes the weights' gradients one by one, "
+        f"after those of the inputs, and would compute a block again for each of them under "
+        f"remat.mode={run.remat.mode!r}; the nearest legal mode is 'none', or set "
+        "layout.pp_schedule='1f1b' or 'interleaved-1f1b'"
+    )
