@@ -8,28 +8,19 @@ Optimiser offload is `train/host_optim.py`; parameter offload is FSDP2's (`paral
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import isqrt, prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from stepwell.config import Run
-from stepwell.hardware import GIB, available_memory_bytes
-from stepwell.models.flops import parameter_shapes
-from stepwell.parallel.fsdp import DTYPES
-from stepwell.parallel.mesh import Mesh, fsdp_sizes
-from stepwell.parallel.rules import AxisSizes
-from stepwell.types import ConfigError
-
 MIN_BYTES = 64 * 2**10
 PREFETCH_COPIES = 16  # about what one block saves
+_RECENT = 16  # saves that are looked through for the same tensor
 _CASTS = ("TBackward", "ToCopyBackward", "ViewBackward", "TransposeBackward", "PermuteBackward")
 
 
@@ -120,7 +111,7 @@ class ActivationOffload:
         key = (key, source.dtype)
         if key not in self._recent:
             self._recent[key] = source, self._to_host(flat)
-            if len(self._recent) > self.prefetch_copies:
+            if len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
         copy = self._recent[key][1]
         copy.num_packed += 1
@@ -199,62 +190,3 @@ def _is_weight(tensor: Tensor) -> bool:
     while node is not None and node.name().startswith(_CASTS):
         node = node.next_functions[0][0]
     return node is not None and "AccumulateGrad" in node.name()
-
-
-# --- whether the host has room ---------------------------------------------------------------
-
-
-def check_host(run: Run, mesh: Mesh) -> None:
-    """Raises ConfigError when what the run moves to the host cannot be there. Before anything is
-    built: from the configuration alone."""
-    if run.offload.parameters and mesh.device_mesh is None:
-        raise ConfigError(
-            "offload.parameters=true is done by FSDP2, which needs a process group; start with "
-            "--nproc 1 or torchrun (or use offload.optimizer=true)"
-        )
-    on_host = min(mesh.world, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    problem = host_shortage(run, mesh.sizes, on_host, available_memory_bytes())
-    if problem:
-        raise ConfigError(problem)
-
-
-def host_shortage(
-    run: Run, sizes: AxisSizes, ranks_on_host: int, available_bytes: int
-) -> str | None:
-    """What is wrong when the ranks of this host need more of its memory than is free, else None."""
-    needed = {key: n * ranks_on_host for key, n in host_bytes(run, sizes).items()}
-    total = sum(needed.values())
-    if total <= available_bytes:
-        return None
-    parts = ", ".join(f"offload.{key} {n / GIB:.2f} GiB" for key, n in needed.items())
-    return (
-        f"offload needs {total / GIB:.2f} GiB of host memory for {ranks_on_host} ranks ({parts}), "
-        f"but {available_bytes / GIB:.2f} GiB are available; offload less, or shard over more "
-        f"hosts (layout.dp_shard={sizes.dp_shard} now)"
-    )
-
-
-def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
-    """Host memory of one rank by key of `offload`: weights, two moments and gradients or copies of
-    this rank's share; and at least what a micro-batch's blocks save (inputs of their products)."""
-    found = {}
-    shape = fsdp_sizes(run.layout, sizes)
-    num_parameters = sum(prod(s) for s in parameter_shapes(run.model).values())
-    weights = num_parameters * DTYPES[run.precision.param].itemsize
-    share = weights // (shape[0] * shape[2] * shape[3])
-    for key in ("optimizer", "parameters"):
-        if getattr(run.offload, key):
-            found[key] = 4 * share
-    if run.offload.activations:
-        cfg = run.model
-        widths = cfg.d_model
-        if run.remat.mode == "none":
-            heads = 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-            widths = 4 * cfg.d_model + heads * cfg.head_dim + 4 * cfg.d_ff
-        blocks = cfg.num_layers // (run.remat.every if run.remat.mode == "every" else 1)
-        if run.remat.mode == "sqrt":
-            blocks = isqrt(blocks)
-        tokens = run.train.micro_batch_rows * run.data.seq_len
-        size = tokens * widths * DTYPES[run.precision.compute].itemsize
-        found["activations"] = blocks * size // (sizes.pp * sizes.cp * sizes.tp)
-    return found

@@ -141,7 +141,8 @@ def _ulysses(run: Run, sizes: AxisSizes) -> str | None:
     return (
         f"layout.cp_method='ulysses' divides the {heads} heads of a tensor rank (model.num_heads="
         f"{run.model.num_heads}, layout.tp={sizes.tp}) among layout.cp={sizes.cp} ranks; the "
-        f"nearest cp that divides them is {nearest_divisor(heads, sizes.cp)}, or set cp_method='ring'"
+        f"nearest cp that divides them is {nearest_divisor(heads, sizes.cp)}, or set "
+        "layout.cp_method='ring'"
     )
 
 

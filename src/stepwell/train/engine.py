@@ -40,6 +40,7 @@ from stepwell.train.losses import Loss
 from stepwell.train.optim import build_optimizer, clip, grad_norm, lr_fraction, set_lr
 from stepwell.train.release import GradientRelease
 from stepwell.train.shadow import compare
+from stepwell.train.update_norm import predicted_update_norm
 from stepwell.types import CheckpointError, Completion, TrainingError
 
 KEEP_LOGITS_BYTES = 256 * 2**20
@@ -63,13 +64,22 @@ class Stats:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """step: number of the step just taken, from 1. grad_norm: before clipping."""
+    """step: number of the step just taken, from 1. grad_norm: before clipping. update_norm: of the
+    change that the step makes, or would have made; None where the guard does not watch it."""
 
     step: int
     grad_norm: float
     lr: float
-    skipped: bool
-    reason: str = ""
+    update_norm: float | None = None
+    verdict: Verdict = Verdict()
+
+    @property
+    def skipped(self) -> bool:
+        return not self.verdict.ok
+
+    @property
+    def reason(self) -> str:
+        return self.verdict.reason
 
 
 class Engine:
@@ -112,7 +122,8 @@ class Engine:
         self.release: GradientRelease | None = None
         if run.optim.release_gradients:
             assert not isinstance(self.optimizer, HostOptimizer)
-            self.release = GradientRelease(self.optimizer)
+            parameters = (parameter for _, parameter in self.named_parameters())
+            self.release = GradientRelease(self.optimizer, parameters)
         self.activation_offload: ActivationOffload | None = None
         if run.offload.activations:
             self.activation_offload = ActivationOffload(self.mesh.device)
@@ -188,33 +199,41 @@ class Engine:
 
     def optim_step(self) -> StepInfo:
         """Clips, judges, steps and clears the gradients. A step that the guard refuses leaves
-        weights and optimiser state bit-unchanged. Raises TrainingError after too many of them."""
+        weights and optimiser state bit-unchanged; going back, if its verdict says so, is left to
+        the caller. Raises GuardStop (a TrainingError) when the guard gives up."""
         if self._last_loss is None:
             raise TrainingError("optim_step() needs forward_backward() before it")
         optim = self.run.optim
-        fraction = lr_fraction(optim.schedule, self.step, self.run.train.steps)
+        fraction = self._lr_fraction()
+        lr = optim.lr * fraction
         set_lr(self.optimizer, fraction)
         if self.delayed_scaling is not None:
             self.delayed_scaling.update(self.mesh)
         if self.release is not None:
             norm = self.release.take_norm()
             self.updates, self.step, self._last_loss = self.updates + 1, self.step + 1, None
-            return StepInfo(self.step, norm, optim.lr * fraction, skipped=False)
+            return StepInfo(self.step, norm, lr)
         parameters = [parameter for _, parameter in self.named_parameters()]
         if self.loss_scale is not None:
             unscale(parameters, self.loss_scale.value)
         norm = grad_norm(parameters, self.mesh.pp_group)
-        verdict = self._overflow(norm) or self.guard.judge(self._last_loss, norm)
+        clip(parameters, optim.clip_norm, norm)
+        watched = self.guard.watches_updates and math.isfinite(norm)
+        update = predicted_update_norm(self.optimizer, self.mesh.pp_group) if watched else None
+        verdict = self._overflow(norm) or self.guard.judge(self._last_loss, norm, update, lr)
         if verdict.ok:
-            clip(parameters, optim.clip_norm, norm)
             self.optimizer.step()
             if self.pipeline is not None:
                 self.pipeline.share_tied_weights()
             self.updates += 1
+        self.drop_gradients()
+        self.step += 1
+        return StepInfo(self.step, norm, lr, update, verdict)
+
+    def drop_gradients(self) -> None:
+        """Forgets what `forward_backward` has added up."""
         self.optimizer.zero_grad()
         self._last_loss = None
-        self.step += 1
-        return StepInfo(self.step, norm, optim.lr * fraction, not verdict.ok, verdict.reason)
 
     def shadow(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
         """How far the gradients at hand are from those of the same batch without fp8: `compare`'s
@@ -385,6 +404,11 @@ class Engine:
         """What the gradients are too large by until optim_step: fp16's loss scale."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
+    def _lr_fraction(self) -> float:
+        """Of every peak learning rate, for the step at hand."""
+        fraction = lr_fraction(self.run.optim.schedule, self.step, self.run.train.steps)
+        return fraction * self.guard.lr_scale_at(self.step)
+
     def _overflow(self, norm: float) -> Verdict | None:
         """Adapts the loss scale; the refusal of a step whose gradients it let overflow."""
         if self.loss_scale is None or self._last_loss is None:
@@ -396,7 +420,8 @@ class Engine:
         self.loss_scale.update(overflowed)
         if not overflowed:
             return None
-        return Verdict(False, f"a gradient overflowed fp16 at the loss scale {scale:g}, now halved")
+        reason = f"a gradient overflowed fp16 at the loss scale {scale:g}, now halved"
+        return Verdict("skip", reason, "loss_scale", scale)
 
     def _precision_state(self) -> dict[str, Any]:
         parts = {"delayed_scaling": self.delayed_scaling, "loss_scale": self.loss_scale}
@@ -437,7 +462,7 @@ class Engine:
                 "optim_step() before the next one"
             )
         optim = self.run.optim
-        set_lr(self.optimizer, lr_fraction(optim.schedule, self.step, self.run.train.steps))
+        set_lr(self.optimizer, self._lr_fraction())
 
     def _forward(
         self,
@@ -481,7 +506,8 @@ class Engine:
         """Whether a micro-batch with this many loss tokens holds its logits until the backward."""
         wanted = self.run.loss.keep_logits
         itemsize = DTYPES[self.run.precision.compute].itemsize
-        fits = num_loss_tokens * self.run.model.vocab_size * itemsize <= KEEP_LOGITS_BYTES
+        vocab_size = self.run.model.vocab_size // self.mesh.sizes.tp
+        fits = num_loss_tokens * vocab_size * itemsize <= KEEP_LOGITS_BYTES
         return fits if wanted == "auto" else wanted == "always"
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:

@@ -8,6 +8,7 @@ second micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -17,14 +18,14 @@ from stepwell.train.optim import Optimizer, grad_square, norm_of_squares
 
 
 class GradientRelease:
-    """Steps `optimizer` within the backward pass, at the rate that its groups have then.
+    """Steps `parameters` within the backward pass, at the rate that `optimizer`'s groups have then.
 
     peak_gradient_bytes: the most that this rank's gradients took at once.
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor]):
         self.optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.squares: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
         self.peak_gradient_bytes = 0
         for parameter in self.parameters:
