@@ -36,7 +36,7 @@ def ring_attention(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Attention output (n, H, E) of this rank's queries. borders: cu_seqlens on the CPU, where the
-    work is planned. At most two ranks' keys and values are held at a time.
+    work is planned. Of the others' keys and values at most two ranks' are held at a time.
 
     Each rank sends its K and V to R - 1 others in the forward pass and again in the backward pass,
     where their gradients follow in at least float32.
@@ -85,7 +85,8 @@ def ring_forward(
         tiles = shares.tiles(ring.rank, source)
         for part in kernel.forward(q, block[0], block[1], tiles, shares.window):
             merge(out, lse, *part)
-        block = coming.wait() if coming else block
+        if coming:  # what has been sent is let go before the next one is received
+            block, coming = coming.wait(), None
     return out.to(q.dtype), lse
 
 
@@ -120,7 +121,8 @@ def ring_backward(
             if travelling is not None:
                 grads += travelling.wait()
             travelling = ring.pass_on(grads, tag=1)
-        block = coming.wait() if coming else block
+        if coming:
+            block, coming = coming.wait(), None
     if travelling is not None:
         own += travelling.wait()
     grad_k, grad_v = (x.to(k.dtype, copy=True) for x in own.unbind())

@@ -8,7 +8,7 @@ keys and gives this tile's share of the gradients (FlashAttention-2, 2307.08691,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class Kernel(NamedTuple):
     backward(grad, q, k, v, out, lse, tiles, window) yields (queries, keys, dq, dk, dv). Tensors are
     (tokens, heads, E), log-sum-exps (tokens, H); indices name tokens of the arguments."""
 
-    forward: Callable[..., Iterator[tuple[Index, Tensor, Tensor]]]
-    backward: Callable[..., Iterator[tuple[Index, Index, Tensor, Tensor, Tensor]]]
+    forward: Callable[..., Iterator[Any]]
+    backward: Callable[..., Iterator[Any]]
 
 
 def kernel(q: Tensor) -> Kernel:
