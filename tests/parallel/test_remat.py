@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepwell.data.loader import rank_rows
+from stepwell.data.packing import pack_rows
 from stepwell.models.activations import BlockBytes, Segment, block_bytes, held, peak
+from stepwell.models.flops import flops_per_token
 from stepwell.models.recompute import checkpointed
 from stepwell.parallel.mesh import init_distributed
-from stepwell.parallel.remat import choices, segments_of, square_root_groups
+from stepwell.parallel.remat import choices, recomputed, segments_of, square_root_groups
 from stepwell.parallel.rules import AxisSizes, check_run
 from stepwell.parallel.traffic import count_collectives, summary
 from stepwell.train.engine import Engine
@@ -238,3 +240,31 @@ def test_scoring_computes_nothing_again():
     with FlopCounterMode(display=False) as plain_counter:
         plain_engine.logprobs(global_batch())
     assert counter.get_total_flops() == plain_counter.get_total_flops()
+
+
+# --- what it costs ---------------------------------------------------------------------------
+
+
+def full_rows(run):
+    """Rows of one document each, without padding, a loss on every token."""
+    rows, T = run.train.global_batch_rows, run.data.seq_len
+    docs = [(torch.randint(0, run.model.vocab_size, (T + 1,)).tolist(), [1] * (T + 1))] * rows
+    return pack_rows(docs, T, rows=[[i] for i in range(rows)])
+
+
+def counted_flops(run):
+    engine = Engine(run)
+    with FlopCounterMode(display=False) as counter:
+        engine.forward_backward(full_rows(run), cross_entropy(run.loss))
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_flops_are_counted(mode):
+    """Over a whole step, to the last multiply-add."""
+    run, num_tokens = run_of(**MODES[mode]), 7 * 16
+    blocks, attention = recomputed(run, AxisSizes())
+    per_token = flops_per_token(run.model, run.data.seq_len)
+    extra = counted_flops(run) - counted_flops(run_of())
+    assert extra == num_tokens * per_token.recomputed(blocks=blocks, attention=attention)
+    assert (extra > 0) == (mode != "selective")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepwell.config import PrecisionConfig, Run
 from stepwell.models.activations import Keep, Segment, block_bytes, peak, root_bytes
+from stepwell.models.flops import flops_per_token
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
 from stepwell.types import ConfigError
 
@@ -87,6 +88,27 @@ def _assign(start: int, n: int, num_input: int, num_products: int) -> tuple[Segm
         return "input" if i < num_input else "products" if i < num_input + num_products else "all"
 
     return tuple(Segment(start + i, start + i + 1, keep(i)) for i in range(n))
+
+
+def recomputed(run: Run, sizes: AxisSizes) -> tuple[float, float]:
+    """The fractions of all blocks' products, and of all attention, that a step computes twice:
+    arguments of `models.flops.TokenFlops.recomputed`.
+
+    Recomputation ends before a segment's last product, whose result nothing saves.
+    """
+    model = run.model
+    pieces = [b for b in split_blocks(model.num_layers, run.layout) if b]
+    twice = [
+        segment
+        for blocks in pieces
+        for segment in segments_of(run, sizes, blocks.start, blocks.stop)
+        if segment.keep == "input"
+    ]
+    num_blocks = sum(stop - start for start, stop, _ in twice)
+    products = flops_per_token(model, 1).blocks
+    last = 2 * model.d_model * model.d_ff
+    done = products * num_blocks / model.num_layers - last * len(twice)
+    return done / products, num_blocks / model.num_layers
 
 
 def dtype_bytes(precision: PrecisionConfig) -> tuple[int, int]:
