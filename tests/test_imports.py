@@ -25,6 +25,7 @@ LEVELS = [
     ["commands"],
     ["quickstart"],
     ["cli"],
+    ["__main__"],
 ]
 LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 WITHOUT_TORCH = [
@@ -34,7 +35,9 @@ WITHOUT_TORCH = [
     "presets",
     "cli",
     "commands.training",
-    "launch",
+    "launch.environ",
+    "launch.local",
+    "launch.peers",
     "plan.memory",
     "hardware",
     "metrics",

@@ -163,7 +163,7 @@ def _dispatch(arguments: list[str]) -> int:
         )
         return 2
     if "STEPWELL_LAUNCHER_PID" in os.environ:
-        importlib.import_module("stepwell.launch").end_with_launcher(os.environ)
+        importlib.import_module("stepwell.launch.local").end_with_launcher(os.environ)
     module, _, function = command.target.partition(":")
     return getattr(importlib.import_module(module), function)(arguments[1:]) or 0
 

@@ -41,6 +41,12 @@ class TrainingError(StepwellError):
     exit_code = 5
 
 
+class RankMissing(TrainingError):
+    """Another rank has died, failed, or does not answer; the message names it."""
+
+    exit_code = 6
+
+
 class Interrupted(StepwellError):
     """Stopped by a signal after saving; the message says how to go on."""
 

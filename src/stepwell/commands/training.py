@@ -14,9 +14,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from stepwell import launch
 from stepwell.commands.header import header_text
 from stepwell.config import GRPO, SFT, Pretrain, Run
+from stepwell.launch import environ as ranks
+from stepwell.launch.local import FAILED_RANK_LOG, launch
+from stepwell.launch.peers import watched
+from stepwell.parallel.rules import axis_sizes
 from stepwell.schema import dotted_keys
 from stepwell.train.lock import LOCK, folder_lock
 from stepwell.types import CheckpointError, ConfigError, DataError, nearest
@@ -26,7 +29,13 @@ if TYPE_CHECKING:
     from stepwell.tokenizer import Tokenizer
 
 METHODS = (Pretrain, SFT, GRPO)
-OPTIONS = ("nproc", "resume", "fresh", "check", "json", "help")
+OPTIONS = ("nproc", "max_restarts", "rank_timeout", "resume", "fresh", "check", "json", "help")
+# Options with a value that is not a key's.
+COUNTED = {
+    "nproc": "num_procs",
+    "max_restarts": "max_restarts",
+    "rank_timeout": "rank_timeout_s",
+}
 # What a run writes into its folder, and so what --fresh may remove from it.
 WRITTEN = (
     "checkpoints",
@@ -36,16 +45,20 @@ WRITTEN = (
     "report.html",
     "data.origin.json",
     "heldout.origin.json",
+    FAILED_RANK_LOG,
 )
 
 
 @dataclass
 class Arguments:
-    """start: "resume" demands a checkpoint to go on from, "fresh" removes what is there."""
+    """start: "resume" demands a checkpoint to go on from, "fresh" removes what is there.
+    max_restarts: of `num_procs` processes, when one dies. rank_timeout_s: as text."""
 
     recipe: str | None = None
     overrides: dict[str, str] = field(default_factory=dict)
     num_procs: int | None = None
+    max_restarts: int | None = None
+    rank_timeout_s: str | None = None
     start: Literal["either", "resume", "fresh"] = "either"
     as_json: bool = False
     check: bool = False
@@ -92,10 +105,13 @@ def parse(argv: Sequence[str]) -> Arguments:
             else:
                 check_option(key)
                 raise ConfigError(f"{name} needs a value")
-        if key in result.overrides or (name == "--nproc" and result.num_procs is not None):
-            raise ConfigError(f"--{key} is given twice; give it once")
-        if name == "--nproc":
-            result.num_procs = _count(name, value)
+        attribute = COUNTED.get(key)
+        if key in result.overrides or (attribute and getattr(result, attribute) is not None):
+            raise ConfigError(f"{name} is given twice; give it once")
+        if key == "rank_timeout":
+            result.rank_timeout_s = value
+        elif attribute:
+            setattr(result, attribute, _count(name, value))
         else:
             result.overrides[key] = value
     return result
@@ -230,6 +246,8 @@ def help_text(method: str) -> str:
         f"  {', '.join(p.stem for p in shipped_recipes(method))}",
         "",
         "  --nproc N   start N processes on this machine (under torchrun or srun: join them)",
+        "  --max-restarts K  when one of N processes dies, start all again, up to K times (0)",
+        "  --rank-timeout S  how long a process waits for another one, in seconds (600)",
         "  --resume    fail unless there is a checkpoint to go on from",
         "  --fresh     remove what an earlier run left in --dir, and start over",
         "  --check     say what the run is and how much memory it will need, without starting",
@@ -275,30 +293,55 @@ def _command(method: str, argv: Sequence[str]) -> int:
         return 0
     arguments = parse(argv)
     run = load_run(method, arguments)
-    joined = launch.is_rank(os.environ)
-    rows = run.train.global_batch_rows if method != "grpo" else None
-    if arguments.num_procs is not None:
-        launch.check_num_procs(arguments.num_procs, rows)
-    os.environ.update(launch.rank_environment(os.environ))
+    joined = ranks.is_rank(os.environ)
+    os.environ.update(ranks.rank_environment(os.environ))
+    if arguments.rank_timeout_s is not None:
+        os.environ[ranks.RANK_TIMEOUT] = arguments.rank_timeout_s
+    ranks.rank_timeout_s(os.environ)
     is_main = os.environ.get("RANK", "0") == "0"
     num_ranks = int(os.environ.get("WORLD_SIZE", arguments.num_procs or 1))
+    check_ranks(run, arguments, num_ranks)
     if arguments.check:
         print(header_text(with_weights(run), num_ranks))
         return 0
-    if arguments.start == "fresh" and is_main:
+    # A launcher or Slurm that starts the same command again wants it to go on.
+    if arguments.start == "fresh" and is_main and not ranks.num_restarts(os.environ):
         clear_folder(Path(run.dir))
     if arguments.start == "resume" and not any(Path(run.dir).glob("checkpoints/step-*")):
         raise CheckpointError(f"--resume: {run.dir} holds no checkpoint to go on from")
-    if arguments.num_procs is not None and arguments.num_procs > 1 and not joined:
-        return launch.launch(arguments.num_procs, [method, *_without_fresh(argv)])
+    if num_ranks > 1 and not joined:
+        again = arguments.max_restarts or 0
+        words = [method, *_without_fresh(argv)]
+        return launch(num_ranks, words, max_restarts=again, folder=run.dir)
     loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
     run = with_weights(run)
     if is_main and not arguments.as_json:
         print(header_text(run, num_ranks), file=sys.stderr)
-    num_steps = 0 if _is_done_and_closed(run) else loop(run)
+    with watched(os.environ):
+        num_steps = 0 if _is_done_and_closed(run) else loop(run)
     if is_main:
         _print_result(run, num_steps, arguments.as_json)
     return 0
+
+
+def check_ranks(run: Run, arguments: Arguments, num_ranks: int) -> None:
+    """Raises ConfigError unless the layout fits so many ranks and each has a row."""
+    if num_ranks < 1:
+        raise ConfigError(f"--nproc {num_ranks} must be at least 1")
+    again = arguments.max_restarts
+    if again is not None and (arguments.num_procs is None or again < 0):
+        raise ConfigError(
+            f"--max-restarts {again} must be at least 0 and goes with --nproc N; torchrun has an "
+            "option of the same name"
+        )
+    sizes = axis_sizes(run.layout, num_ranks)
+    data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
+    if run.method.kind != "grpo" and data_ranks > rows:
+        shares = "" if data_ranks == num_ranks else f", {data_ranks} of them for data,"
+        raise ConfigError(
+            f"{num_ranks} ranks{shares} exceed train.global_batch_rows={rows}, so some would have "
+            f"no row; the nearest legal value is --nproc {rows * num_ranks // data_ranks}"
+        )
 
 
 def _is_done_and_closed(run: Run) -> bool:

@@ -1,7 +1,6 @@
 """Real ranks through torchrun's launcher: small programs that stand for a command."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -10,22 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.launch import (
-    check_num_procs,
-    end_with_launcher,
-    first_host,
-    is_rank,
-    rank_environment,
-    threads_per_rank,
-)
-from stepwell.types import ConfigError
+from stepwell.launch.environ import threads_per_rank
+from stepwell.launch.local import FAILED_RANK_LOG, end_with_launcher, first_cause
 
 LAUNCH = """
-import sys
-from stepwell.launch import launch
+import os, sys
+from stepwell.launch.local import launch
 from stepwell.types import StepwellError
+again = int(os.environ.get("AGAIN", "0"))
 try:
-    sys.exit(launch(int(sys.argv[1]), sys.argv[2:], module="program"))
+    sys.exit(launch(int(sys.argv[1]), sys.argv[2:], "program", again, folder="."))
 except StepwellError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -43,6 +36,7 @@ dist.destroy_process_group()
 FAILS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
+    print(*range(30), sep="\\n", file=sys.stderr)
     sys.exit("this rank has no row")
 time.sleep(60)
 """
@@ -50,7 +44,7 @@ time.sleep(60)
 SAVES_ON_SIGNAL = """
 import os, signal, sys, time
 from pathlib import Path
-from stepwell.launch import end_with_launcher
+from stepwell.launch.local import end_with_launcher
 end_with_launcher(os.environ)
 rank = os.environ["RANK"]
 signals = []
@@ -85,6 +79,13 @@ def wait_for(*paths: Path, timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
+def left_in(folder: Path) -> list[str]:
+    """Temporary files too: `start` sets TMPDIR to the folder."""
+    known = ("program.py", "__pycache__")
+    names = [path.name for path in folder.iterdir() if path.name not in known]
+    return [name for name in names if not name.startswith(("ready", "saved"))]
+
+
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -99,7 +100,7 @@ def test_ranks_work_together_and_only_rank_0_is_heard(tmp_path):
     assert process.returncode == 0, err
     threads = threads_per_rank(2)
     assert out == f"rank 0 sum 3.0 threads {threads} ['{tmp_path}/program.py', 'a b', '--c']\n"
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("stepwell-ranks")] == []
+    assert left_in(tmp_path) == []
 
 
 def test_threads_that_the_user_chose_are_kept(tmp_path):
@@ -115,9 +116,47 @@ def test_a_failed_rank_is_named_and_ends_the_others(tmp_path):
     assert "rank 1 failed (exit code 1)" in err
     assert "rank 1: this rank has no row" in err
     assert time.monotonic() - begin < 40
-    kept = re.search("everything it wrote: (.*)", err)
-    assert kept is not None
-    assert (Path(kept[1]) / "stderr.log").read_text() == "this rank has no row\n"
+    assert "rank 1: 10\n" not in err
+    assert f"everything it wrote: {FAILED_RANK_LOG}" in err
+    lines = (tmp_path / FAILED_RANK_LOG).read_text().splitlines()
+    assert lines == [*map(str, range(30)), "this rank has no row"]
+    assert left_in(tmp_path) == [FAILED_RANK_LOG]
+
+
+# Rank 1 is killed as often as `num_kills` says.
+DIES = """
+import os, signal, sys, time
+from pathlib import Path
+rank, start = os.environ["RANK"], int(os.environ["STEPWELL_RESTART_COUNT"])
+if rank == "1" and start < int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "1" and sys.argv[2] == "refuse":
+    sys.exit(2)
+time.sleep(60 if start < int(sys.argv[1]) else 0)
+Path(f"done{rank}").write_text(str(start))
+"""
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "then", "code", "num_starts"),
+    [(1, "end", 0, 1), (3, "end", 137, 2), (1, "refuse", 2, 1)],
+)
+def test_all_ranks_start_again_when_one_dies(tmp_path, num_kills, then, code, num_starts):
+    process = start(tmp_path, DIES, "2", str(num_kills), then, AGAIN="2")
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == code
+    assert "rank 1 failed (signal SIGKILL); the other ranks were stopped" in err
+    assert err.count("of 2 more, from the last checkpoint") == num_starts
+    if code == 0:
+        assert [(tmp_path / f"done{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+    if then == "refuse":
+        assert "rank 1 failed (exit code 2)" in err
+
+
+def test_the_first_cause_is_no_rank_that_ended_for_another():
+    assert first_cause({0: -15, 2: -9}) == 2
+    assert first_cause({3: 6, 0: 6, 1: 1, 2: 5}) == 1
+    assert first_cause({3: 6, 0: 143}) == 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -130,6 +169,7 @@ def test_a_signal_reaches_every_rank_once_and_they_may_save(tmp_path, number):
     assert err == ""
     for rank in (0, 1):
         assert (tmp_path / f"saved{rank}").read_text() == signal.Signals(number).name
+    assert left_in(tmp_path) == []
 
 
 def test_ranks_end_with_a_killed_launcher(tmp_path):
@@ -143,76 +183,10 @@ def test_ranks_end_with_a_killed_launcher(tmp_path):
     while any(is_alive(pid) for pid in pids):
         assert time.monotonic() < end
         time.sleep(0.02)
+    assert left_in(tmp_path) == []
 
 
 def test_a_process_without_a_launcher_is_left_alone():
     environ = {"PATH": "/bin"}
     end_with_launcher(environ)
     assert environ == {"PATH": "/bin"}
-
-
-SLURM = {
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_PROCID": "11",
-    "SLURM_LOCALID": "3",
-    "SLURM_STEP_NODELIST": "node[07-08]",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-}
-
-
-def test_a_slurm_task_joins():
-    assert is_rank(SLURM)
-    environ = rank_environment(SLURM)
-    assert environ | {"MASTER_PORT": ""} == {
-        "RANK": "11",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "3",
-        "MASTER_ADDR": "node07",
-        "MASTER_PORT": "",
-    }
-    assert 20_000 <= int(environ["MASTER_PORT"]) < 30_000
-    assert rank_environment(SLURM | {"SLURM_PROCID": "0"})["MASTER_PORT"] == environ["MASTER_PORT"]
-
-
-def test_an_incomplete_slurm_step_names_what_is_missing():
-    with pytest.raises(ConfigError, match="SLURM_LOCALID is not set; start it with srun"):
-        rank_environment({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"})
-
-
-def test_torchrun_and_single_processes_keep_their_environment():
-    torchrun = {"RANK": "0", "WORLD_SIZE": "2"}
-    assert is_rank(torchrun)
-    assert rank_environment(torchrun | SLURM) == {}
-    assert not is_rank({"SLURM_STEP_NUM_TASKS": "1"})
-    assert rank_environment({}) == {}
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("node7", "node7"),
-        ("node7,node8", "node7"),
-        ("node[07-09,12],login1", "node07"),
-        ("gpu-a[3,5-6]", "gpu-a3"),
-        ("rack[1-2]-b,x", "rack1-b"),
-    ],
-)
-def test_first_host(nodelist, host):
-    assert first_host(nodelist) == host
-
-
-def test_more_processes_than_rows_are_refused():
-    check_num_procs(8, 8)
-    check_num_procs(8)
-    with pytest.raises(ConfigError, match=r"--nproc 9 .*global_batch_rows=8.* is --nproc 8"):
-        check_num_procs(9, 8)
-    with pytest.raises(ConfigError, match="--nproc 0 must be at least 1"):
-        check_num_procs(0)
-
-
-def test_threads_are_shared_out():
-    cores = len(os.sched_getaffinity(0))
-    assert threads_per_rank(1) == cores
-    assert threads_per_rank(cores) == 1
-    assert threads_per_rank(10 * cores) == 1
