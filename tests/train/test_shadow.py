@@ -9,7 +9,7 @@ import torch
 from stepwell.config import Run
 from stepwell.data.loader import rank_rows
 from stepwell.metrics import read_events, read_lines
-from stepwell.models.transformer import AXES
+from stepwell.models.axes import AXES
 from stepwell.posttrain.sft import sft
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import cross_entropy

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from stepwell.config import ModelConfig
 from stepwell.models.activations import Keep, Segment
 from stepwell.models.attention import Attention
+from stepwell.models.axes import axes_of
 from stepwell.models.collectives import all_gather, gather_same
 from stepwell.models.layers import (
     Context,
@@ -32,35 +32,6 @@ from stepwell.models.layers import (
 )
 from stepwell.models.logits import token_stats
 from stepwell.models.recompute import checkpointed
-
-# The logical axes of every parameter, once: sharding and the planner read this table.
-AXES: dict[str, tuple[str, ...]] = {
-    "embed.weight": ("vocab", "embed"),
-    "blocks.*.attn_norm.weight": ("embed",),
-    "blocks.*.attn.wq.weight": ("heads", "embed"),
-    "blocks.*.attn.wk.weight": ("kv_heads", "embed"),
-    "blocks.*.attn.wv.weight": ("kv_heads", "embed"),
-    "blocks.*.attn.wq.bias": ("heads",),
-    "blocks.*.attn.wk.bias": ("kv_heads",),
-    "blocks.*.attn.wv.bias": ("kv_heads",),
-    "blocks.*.attn.wo.weight": ("embed", "heads"),
-    "blocks.*.attn.q_norm.weight": ("head_dim",),
-    "blocks.*.attn.k_norm.weight": ("head_dim",),
-    "blocks.*.mlp_norm.weight": ("embed",),
-    "blocks.*.mlp.w_gate.weight": ("ffn", "embed"),
-    "blocks.*.mlp.w_up.weight": ("ffn", "embed"),
-    "blocks.*.mlp.w_down.weight": ("embed", "ffn"),
-    "norm.weight": ("embed",),
-    "head.weight": ("vocab", "embed"),
-}
-
-
-def axes_of(name: str) -> tuple[str, ...]:
-    """The logical axes of a parameter. Raises KeyError for a name without a row in AXES."""
-    for pattern, axes in AXES.items():
-        if fnmatchcase(name, pattern):
-            return axes
-    raise KeyError(f"parameter {name!r} has no row in models.transformer.AXES")
 
 
 def init_rule(cfg: ModelConfig, name: str) -> tuple[str, float]:

@@ -14,12 +14,9 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from stepwell.config import ModelConfig
+from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.layers import Linear, SharedRows
-from stepwell.models.transformer import axes_of
 from stepwell.parallel.mesh import Mesh
-
-# The logical axes that the ranks divide; a parameter has at most one of them.
-DIVIDED = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 
 
 def tp_placement(axes: tuple[str, ...], cfg: ModelConfig, tp: int) -> Placement:
@@ -28,10 +25,8 @@ def tp_placement(axes: tuple[str, ...], cfg: ModelConfig, tp: int) -> Placement:
     Fewer key/value heads than ranks stay whole: each rank computes the one that its query heads
     use, and the ranks' gradients are summed.
     """
-    for dim, axis in enumerate(axes):
-        if axis in DIVIDED and (axis != "kv_heads" or cfg.num_kv_heads % tp == 0):
-            return Shard(dim)
-    return Replicate()
+    dim = divided_dim(axes, cfg, tp)
+    return Replicate() if dim is None else Shard(dim)
 
 
 def apply_tensor_parallel(decoder: nn.Module, mesh: Mesh, cfg: ModelConfig) -> nn.Module:

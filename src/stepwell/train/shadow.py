@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stepwell.models.transformer import AXES
+from stepwell.models.axes import AXES
 from stepwell.parallel.mesh import Mesh
 from stepwell.train.optim import local_and_groups
 
