@@ -96,6 +96,41 @@ LAYOUTS = [
     _layout("tp=2 zero=3", 6, "untied", quick=False),
     _layout("tp=2 replicate=2 zero=2", 8, "qwen3", quick=False),
     _layout("tp=4 zero=3 reshard=never", 8, quick=False),
+    # context
+    _layout("cp=2", 2, "mistral"),
+    _layout("cp=2 method=ulysses", 2, "qwen2"),
+    _layout("cp=4", 4, "untied", train__micro_batch_rows=2),
+    _layout("cp=2 method=ulysses zero=1", 4, "qwen3"),
+    _layout("cp=2 tp=2", 4),
+    _layout("cp=2 tp=2 method=ulysses", 4, "qwen2", quick=False),
+    _layout("cp=2 zero=3", 6, "mistral", quick=False),
+    # pipeline
+    _layout("pp=2 schedule=gpipe", 2),
+    _layout("pp=2 schedule=1f1b reshard=never", 2, "untied"),
+    _layout("pp=2 schedule=interleaved-1f1b stages=2", 2, "qwen3"),
+    _layout("pp=2 schedule=zbv stages=2 reshard=never", 2),
+    _layout("pp=2 schedule=dualpipev stages=2 reshard=never", 2, "qwen2"),
+    _layout("pp=4", 4, train__micro_batch_rows=2),
+    _layout("pp=2 zero=1", 4, "mistral"),
+    _layout("pp=2 tp=2", 4, "qwen3"),
+    _layout("pp=2 cp=2", 4, "mistral"),
+    _layout("pp=2 replicate=2 schedule=zbv stages=2 reshard=never", 4, "untied", quick=False),
+    _layout("pp=4 schedule=zbv stages=2 reshard=never", 4, quick=False),
+    # three and four axes
+    _layout("pp=2 tp=2 zero=3", 8, quick=False),
+    _layout("pp=2 tp=2 zero=1 schedule=zbv stages=2", 8, "untied", quick=False),
+    _layout("pp=2 cp=2 tp=2", 8, "mistral", quick=False),
+    _layout("pp=2 cp=2 zero=2", 8, quick=False),
+    _layout("cp=2 tp=2 replicate=2", 8, "qwen3", quick=False),
+    _layout("pp=2 cp=2 method=ulysses schedule=interleaved-1f1b stages=2", 8, quick=False),
+    # memory
+    _layout("tp=2", 2, "tied", remat__mode="full"),
+    _layout("zero=3", 2, "untied", remat__mode="selective"),
+    _layout("zero=3", 2, "qwen2", remat__mode="sqrt"),
+    _layout("pp=2 zero=1", 4, "untied", remat__mode="every"),
+    _layout("zero=3", 2, "mistral", offload__optimizer=True),
+    _layout("zero=3", 2, "qwen3", offload__parameters=True),
+    _layout("tp=2 zero=2", 4, "untied", offload__activations=True),
 ]
 
 
