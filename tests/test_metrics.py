@@ -78,8 +78,8 @@ def test_resume_cuts_the_steps_that_are_done_again(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["events.jsonl", "metrics.jsonl"]
 
 
-def test_last_step_zero_starts_afresh_and_none_keeps_all(tmp_path):
-    for last_step, expected in [(None, [1]), (None, [1, 2]), (0, [3])]:
+def test_last_step_minus_one_starts_afresh_and_none_keeps_all(tmp_path):
+    for last_step, expected in [(None, [1]), (None, [1, 2]), (-1, [3])]:
         with quiet(tmp_path, last_step=last_step) as log:
             log.log(max(expected), {"a/b": 1})
         assert series(read_metrics(tmp_path), "a/b")[0] == expected

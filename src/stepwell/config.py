@@ -281,13 +281,29 @@ class OptimConfig(Section):
 
 
 class GuardConfig(Section):
-    """A step whose loss or gradient norm is non-finite, or whose norm exceeds spike_factor times
-    the running median of the last `window` good steps, changes nothing."""
+    """What is done about a step that would harm the weights: its loss, gradient norm or update norm
+    is not finite, or spikes against the running median of the last `window` good steps.
 
+    action: "none" lets it through; in all others it changes nothing. skip goes on with the next
+    batch; stop ends the run. rewind goes back to the last checkpoint before the last
+    `suspect_steps` batches, leaves these out, and lowers the learning rate to `lr_factor` of itself
+    until `cooldown_steps` after the bad step (0: for good).
+    Spikes: a loss more than loss_spike (nats a token) above its median, a gradient norm above
+    spike_factor times its median, an update's norm over the learning rate above
+    update_spike_factor times its median. loss_spike or update_spike_factor 0: not looked for.
+    """
+
+    action: Literal["none", "skip", "rewind", "stop"] = "skip"
+    loss_spike: Annotated[float, Field(strict=True, ge=0)] = 3.0
     spike_factor: Annotated[float, Field(strict=True, gt=1)] = 20.0
+    update_spike_factor: Annotated[float, Field(strict=True, ge=0)] = 10.0
     window: Positive = 64
     min_history: Positive = 16
     max_skips_in_a_row: Positive = 5
+    suspect_steps: Positive = 10
+    max_rewinds: Positive = 3
+    lr_factor: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.5
+    cooldown_steps: NonNegative = 100
 
     @model_validator(mode="after")
     def _rules(self) -> GuardConfig:
@@ -295,6 +311,11 @@ class GuardConfig(Section):
             raise ValueError(
                 f"guard.min_history={self.min_history} can never be reached within guard.window="
                 f"{self.window} steps; the nearest legal value is {self.window}"
+            )
+        if 0 < self.update_spike_factor <= 1:
+            raise ValueError(
+                f"guard.update_spike_factor={self.update_spike_factor:g} would refuse every second "
+                "step; it must be above 1, or 0 to look for no spike"
             )
         return self
 
@@ -421,6 +442,7 @@ class Run(Section):
                 f"{self.model.max_seq_len}; the nearest legal value is {self.model.max_seq_len}"
             )
         self._check_heldout()
+        self._check_rewind()
         if self.precision.param == "fp64" and self.precision.compute != "fp64":
             raise ValueError(
                 "precision.param='fp64' is for exact comparisons and needs precision.compute="
@@ -439,6 +461,19 @@ class Run(Section):
                 f"raise data.seq_len above {self.method.max_new_tokens}"
             )
         return self
+
+    def _check_rewind(self) -> None:
+        """Some checkpoint must be older than the suspects, whenever the bad step comes."""
+        guard, keep = self.guard, self.checkpoint
+        kept_steps = keep.every_steps * (keep.keep_last - 1) + 1
+        if guard.action == "rewind" and kept_steps < guard.suspect_steps:
+            needed = -(-(guard.suspect_steps - 1) // keep.every_steps) + 1
+            raise ValueError(
+                f"guard.action='rewind' goes back over guard.suspect_steps={guard.suspect_steps} "
+                f"steps, but checkpoint.keep_last={keep.keep_last} with every_steps="
+                f"{keep.every_steps} may have only {kept_steps} behind it; the nearest legal "
+                f"values are keep_last={needed}, or suspect_steps={kept_steps}"
+            )
 
     def _check_heldout(self) -> None:
         """Held-out data, evaluation and keeping the best each need the one before."""

@@ -25,6 +25,7 @@ from stepwell.types import ConfigError, DataError, StepwellError
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 PLAIN_LINE_EVERY_S = 10.0
+SHOWN_ITEMS = 8
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -34,7 +35,7 @@ class RunLog:
 
     run_dir: the run's folder (made if missing).
     last_step: the step that the run goes on from. Lines of later steps are cut, because these
-        steps are about to be done again; 0 starts the log afresh, None keeps every line.
+        steps are about to be done again; -1 starts the log afresh, None keeps every line.
     num_steps: the length of the run, for the progress and the time left.
     console: False prints nothing.
     settings: the resolved run as a plain dict; W&B shows it.
@@ -81,7 +82,7 @@ class RunLog:
         if config.wandb_project:
             self._wandb = _open_wandb(self.run_dir, config.wandb_project, name, last_step, settings)
         if console:
-            self._progress = _console_for(name, num_steps, last_step or 0)
+            self._progress = _console_for(name, num_steps, max(last_step or 0, 0))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Writes one line: `step`, `time` (Unix seconds) and the metrics (numbers, flat keys).
@@ -230,11 +231,7 @@ def cut_lines(path: Path, last_step: int | None) -> None:
     keep = _whole_lines(path)
     if last_step is not None:
         steps = [row.get("step", 0) for row in read_lines(path)]
-        keep = [
-            line
-            for line, step in zip(keep, steps, strict=True)
-            if step <= last_step and last_step > 0
-        ]
+        keep = [line for line, step in zip(keep, steps, strict=True) if step <= last_step]
     content = b"".join(line + b"\n" for line in keep)
     if len(content) != path.stat().st_size:
         temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
@@ -438,7 +435,15 @@ def status_text(
 
 def event_text(kind: str, step: int | None, details: Mapping[str, Any]) -> str:
     where = "" if step is None else f" at step {step}"
-    return f"[{kind}{where}] " + ", ".join(f"{key}={value}" for key, value in details.items())
+    return f"[{kind}{where}] " + ", ".join(f"{key}={_short(v)}" for key, v in details.items())
+
+
+def _short(value: Any) -> str:
+    """Long lists (the rows of a batch) by their first few and their number."""
+    if isinstance(value, list | tuple) and len(value) > SHOWN_ITEMS:
+        shown = ", ".join(str(item) for item in value[:SHOWN_ITEMS])
+        return f"[{shown}, ... {len(value)} in all]"
+    return str(value)
 
 
 def clock_text(seconds: float) -> str:
@@ -480,7 +485,7 @@ def _open_wandb(
 ):
     wandb = importlib.import_module("wandb")
     id_file = run_dir / "wandb_id"
-    if not last_step or not id_file.exists():
+    if last_step in (None, -1) or not id_file.exists():
         slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)[:40]
         id_file.write_text(f"{slug}-{os.urandom(4).hex()}")
     return wandb.init(

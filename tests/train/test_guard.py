@@ -3,11 +3,15 @@ import math
 
 import pytest
 
-from stepwell.config import GuardConfig
-from stepwell.train.guard import Guard
-from stepwell.types import TrainingError
+from stepwell.config import GuardConfig, Run
+from stepwell.train.guard import Guard, GuardStop, merged
+from stepwell.types import ConfigError, TrainingError
 
 CONFIG = GuardConfig(spike_factor=4.0, window=5, min_history=3, max_skips_in_a_row=2)
+
+
+def configured(**values):
+    return GuardConfig(**{**CONFIG.model_dump(), **values})
 
 
 def _fed(norms, config=CONFIG):
@@ -17,36 +21,86 @@ def _fed(norms, config=CONFIG):
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "words"),
+    ("loss", "norm", "update", "words", "watched"),
     [
-        (math.nan, 1.0, "loss is nan"),
-        (-math.inf, 1.0, "loss is -inf"),
-        (1.0, math.inf, "gradient norm is inf"),
-        (1.0, math.nan, "gradient norm is nan"),
+        (math.nan, 1.0, 1.0, "loss is nan", "loss"),
+        (-math.inf, 1.0, 1.0, "loss is -inf", "loss"),
+        (1.0, math.inf, 1.0, "gradient norm is inf", "grad_norm"),
+        (math.nan, math.nan, None, "loss is nan", "loss"),
+        (1.0, math.nan, None, "gradient norm is nan", "grad_norm"),
+        (1.0, 1.0, math.nan, "update norm is nan", "update_norm"),
     ],
 )
-def test_non_finite_steps_are_refused_from_the_first(loss, norm, words):
+def test_non_finite_steps_are_refused_from_the_first(loss, norm, update, words, watched):
     guard = Guard(CONFIG)
-    verdict = guard.judge(loss, norm)
-    assert not verdict.ok
+    verdict = guard.judge(loss, norm, update)
+    assert (verdict.ok, verdict.action, verdict.watched) == (False, "skip", watched)
     assert words in verdict.reason
-    assert list(guard.good_norms) == []
+    assert verdict.threshold is None
+    assert not any(guard.good.values())
 
 
 def test_a_spike_is_measured_against_the_median_of_good_norms():
     guard = _fed([1.0, 3.0, 2.0])
     assert guard.judge(1.0, 8.0).ok
     verdict = _fed([1.0, 3.0, 2.0]).judge(1.0, 8.001)
-    assert not verdict.ok
-    assert "8.001" in verdict.reason
-    assert "median 2" in verdict.reason
+    assert (verdict.watched, verdict.value, verdict.median, verdict.threshold) == (
+        "grad_norm", 8.001, 2.0, 8.0,
+    )  # fmt: skip
+    assert "gradient norm, 8.001" in verdict.reason
+    assert "guard.spike_factor=4 times the median 2 of" in verdict.reason
 
 
-def test_spikes_are_allowed_before_min_history_and_never_enter_the_history():
-    assert _fed([1.0, 1.0]).judge(1.0, 1000.0).ok
-    guard = _fed([1.0, 1.0, 1.0])
-    assert not guard.judge(1.0, 100.0).ok
-    assert list(guard.good_norms) == [1.0, 1.0, 1.0]
+def test_a_loss_spikes_by_nats_above_its_median_also_where_losses_are_negative():
+    for median in (1.0, -1.0, 0.0):
+        guard = Guard(configured(loss_spike=2.0))
+        for loss in (median - 0.5, median, median + 0.5):
+            guard.judge(loss, 1.0)
+        assert guard.judge(median + 2.0, 1.0).ok
+        verdict = guard.judge(median + 2.26, 1.0)
+        assert (verdict.watched, verdict.threshold) == ("loss", median + 2.25)
+        assert "guard.loss_spike=2 above the median" in verdict.reason
+
+
+def test_an_update_spikes_in_units_of_the_learning_rate():
+    """A warm-up makes every update larger than the last one; that is no spike."""
+    guard = Guard(configured(update_spike_factor=3.0))
+    for lr in (0.1, 0.2, 0.4, 0.8, 1.6, 3.2):
+        assert guard.judge(1.0, 1.0, 5.0 * lr, lr).ok
+    assert guard.judge(1.0, 1.0, 0.0, 0.0).ok  # a schedule that ends at 0
+    verdict = guard.judge(1.0, 1.0, 5.0 * 3.1 * 0.1, 0.1)
+    assert (verdict.watched, verdict.median) == ("update_norm", 5.0)
+    assert verdict.value == pytest.approx(15.5)
+    assert "over the learning rate, 15.5, is more than guard.update_spike_factor=3 times" in (
+        verdict.reason
+    )
+
+
+def test_bounds_of_zero_look_for_no_spike():
+    guard = _fed([1.0] * 3, configured(loss_spike=0.0, update_spike_factor=0.0))
+    assert not guard.watches_updates
+    assert Guard(CONFIG).watches_updates
+    assert guard.judge(1e9, 1.0).ok
+    assert not guard.judge(math.inf, 1.0).ok
+    with pytest.raises(ConfigError, match=r"update_spike_factor=0\.5.*above 1, or 0"):
+        Run.parse({}, {"guard.update_spike_factor": 0.5})
+
+
+def test_a_bad_step_enters_no_history():
+    guard = Guard(CONFIG)
+    for _ in range(3):
+        guard.judge(1.0, 2.0, 3.0)
+    before = guard.state()["good"]
+    for values in ((9.0, 2.0, 3.0), (1.0, 99.0, 3.0), (1.0, 2.0, 99.0)):
+        guard.skips_in_a_row = 0
+        assert not guard.judge(*values).ok
+    assert guard.state()["good"] == before == {
+        "loss": [1.0] * 3, "grad_norm": [2.0] * 3, "update_norm": [3.0] * 3,
+    }  # fmt: skip
+
+
+def test_spikes_are_allowed_before_min_history():
+    assert _fed([1.0, 1.0]).judge(9.0, 1000.0, 1e9).ok
 
 
 def test_the_window_forgets():
@@ -60,6 +114,21 @@ def test_spike_factor_has_an_effect():
     assert not _fed([1.0] * 3).judge(1.0, 30.0).ok
 
 
+def test_action_none_lets_everything_through():
+    guard = Guard(configured(action="none"))
+    assert all(guard.judge(math.nan, math.inf, 1.0).ok for _ in range(20))
+    assert guard.num_skips == 0
+    assert not guard.watches_updates
+
+
+def test_action_stop_stops_at_the_first():
+    guard = _fed([1.0] * 3, configured(action="stop"))
+    with pytest.raises(GuardStop, match=r"guard\.action='stop', and the loss is nan") as error:
+        guard.judge(math.nan, 1.0)
+    assert error.value.verdict.action == "stop"
+    assert isinstance(error.value, TrainingError)
+
+
 def test_too_many_in_a_row_stop_with_advice_and_a_good_step_resets_the_count():
     guard = _fed([1.0] * 3)
     for _ in range(3):
@@ -69,35 +138,116 @@ def test_too_many_in_a_row_stop_with_advice_and_a_good_step_resets_the_count():
     assert guard.num_skips == 6
     guard.judge(math.nan, 1.0)
     guard.judge(math.nan, 1.0)
-    with pytest.raises(TrainingError, match=r"3 steps in a row.*optim\.lr"):
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*optim\.lr.*action='rewind'"):
         guard.judge(math.nan, 1.0)
 
 
-def test_advice_for_spikes_names_the_knob():
-    guard = _fed([1.0] * 3)
-    guard.judge(1.0, 99.0)
-    guard.judge(1.0, 99.0)
-    with pytest.raises(TrainingError, match=r"guard\.spike_factor"):
-        guard.judge(1.0, 99.0)
+@pytest.mark.parametrize(
+    ("values", "knob"),
+    [
+        ((9.0, 1.0, 1.0), "loss_spike"),
+        ((1.0, 99.0, 1.0), "spike_factor"),
+        ((1.0, 1.0, 99.0), "update_spike_factor"),
+    ],
+)
+def test_advice_for_spikes_names_the_knob(values, knob):
+    guard = Guard(CONFIG)
+    for _ in range(3):
+        guard.judge(1.0, 1.0, 1.0)
+    guard.judge(*values)
+    guard.judge(*values)
+    with pytest.raises(TrainingError, match=rf"raise guard\.{knob}"):
+        guard.judge(*values)
+
+
+# --- rewinds -------------------------------------------------------------------------------------
+
+REWIND = configured(action="rewind", suspect_steps=4, max_rewinds=2, cooldown_steps=10)
+
+
+def rewound_at(guard, step, number, stream="sources"):
+    """As a session does it: judged, an earlier state loaded, the rewind added."""
+    assert guard.judge(math.nan, 1.0).action == "rewind"
+    before = json.loads(json.dumps(guard.state()))
+    guard.load(Guard(REWIND).state())
+    guard.rewound(before, step, stream, number)
+
+
+def test_a_rewind_leaves_out_the_suspects_and_lowers_the_rate_for_a_while():
+    guard = _fed([1.0] * 3, REWIND)
+    assert guard.lr_scale_at(0) == 1.0
+    rewound_at(guard, step=30, number=30)
+    assert guard.jumped == {"sources": [[27, 30]]}
+    left_out = [n for n in range(1, 99) if guard.is_jumped("sources", n)]
+    assert left_out == [27, 28, 29, 30]
+    assert not guard.is_jumped("decay_sources", 28)
+    assert [guard.lr_scale_at(step) for step in (0, 39, 40)] == [0.5, 0.5, 1.0]
+    assert (guard.rewinds, guard.num_skips, guard.num_jumped) == (1, 1, 4)
+
+
+def test_rewinds_add_up_while_the_first_one_cools_down():
+    guard = _fed([1.0] * 3, REWIND)
+    rewound_at(guard, step=30, number=30)
+    rewound_at(guard, step=31, number=35)
+    assert guard.jumped == {"sources": [[27, 30], [32, 35]]}
+    assert guard.lr_scale_at(35) == 0.25
+    late = _fed([1.0] * 3, REWIND)
+    rewound_at(late, step=30, number=30)
+    rewound_at(late, step=90, number=2, stream="decay_sources")
+    assert late.jumped == {"sources": [[27, 30]], "decay_sources": [[1, 2]]}
+    assert late.lr_scale_at(90) == 0.5
+
+
+def test_cooldown_of_zero_is_for_good():
+    guard = Guard(configured(action="rewind", cooldown_steps=0, lr_factor=0.1))
+    guard.rewound(guard.state(), 30, "sources", 30)
+    assert guard.lr_scale_at(10**9) == 0.1
+    guard.rewound(guard.state(), 900, "sources", 930)
+    assert guard.lr_scale_at(10**9) == pytest.approx(0.01)
+
+
+def test_after_max_rewinds_it_stops_with_advice():
+    guard = _fed([1.0] * 3, REWIND)
+    rewound_at(guard, step=30, number=30)
+    rewound_at(guard, step=31, number=35)
+    with pytest.raises(GuardStop) as error:
+        guard.judge(math.nan, 1.0)
+    assert error.value.verdict.action == "stop"
+    for word in ("guard.max_rewinds=2", "8 batches", "optim.lr", "guard.suspect_steps"):
+        assert word in str(error.value)
+
+
+def test_merged():
+    assert merged([[5, 8], [1, 3], [4, 4], [20, 30], [25, 26]]) == [[1, 8], [20, 30]]
 
 
 def test_state_round_trips_through_json():
-    guard = _fed([0.1, 0.7, 1 / 3])
-    guard.judge(math.nan, 1.0)
-    other = Guard(CONFIG)
+    guard = Guard(REWIND)
+    for value in (0.1, 0.7, 1 / 3):
+        guard.judge(value, value, value)
+    rewound_at(guard, step=7, number=9)
+    guard.judge(0.5, 0.5, 0.5)
+    other = Guard(REWIND)
     other.load(json.loads(json.dumps(guard.state())))
     assert other.state() == guard.state()
     for norm in (0.5, 9.0, 0.2, 0.2, 0.2, 0.9):
         assert other.judge(1.0, norm) == guard.judge(1.0, norm)
+        assert other.lr_scale_at(8) == guard.lr_scale_at(8) == 0.5
 
 
 def test_steps_without_a_gradient_are_fine_and_measure_nothing():
     """Rollouts of dead groups have a norm of exactly zero."""
     guard = _fed([1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 3.0, *[0.0] * 9, 2.5])
-    assert list(guard.good_norms) == [1.0, 2.0, 3.0, 2.5]
+    assert list(guard.good["grad_norm"]) == [1.0, 2.0, 3.0, 2.5]
     assert not guard.judge(1.0, 9.1).ok
     assert guard.judge(1.0, 0.0).ok
     assert guard.skips_in_a_row == 0
-    again = Guard(CONFIG)
-    again.load({"good_norms": [0.0, 0.0, 0.0, 1.0], "skips_in_a_row": 0, "num_skips": 0})
-    assert again.judge(1.0, 100.0).ok
+
+
+def test_rewinding_needs_checkpoints_that_are_old_enough():
+    values = {"guard.action": "rewind", "checkpoint.every_steps": 5, "guard.suspect_steps": 11}
+    with pytest.raises(ConfigError, match=r"nearest legal values are keep_last=3, or.*_steps=6"):
+        Run.parse({}, values)
+    Run.parse({}, {**values, "checkpoint.keep_last": 3})
+    Run.parse({}, {**values, "guard.suspect_steps": 6})
+    Run.parse({}, {**values, "guard.action": "skip"})

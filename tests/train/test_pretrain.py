@@ -16,7 +16,8 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.data.store import TokenStore
 from stepwell.metrics import read_events, read_lines
-from stepwell.train.pretrain import open_stores, pretrain, stream_name
+from stepwell.train.pretrain import open_stores, pretrain
+from stepwell.train.streams import stream_name
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks
@@ -176,7 +177,12 @@ def test_a_branch_starts_from_a_checkpoints_whole_state(world):
 
 def test_a_skipped_step_names_its_samples(world):
     """A bound that every later step exceeds: the guard refuses them, with their rows."""
-    values = {"guard.spike_factor": 1.0001, "guard.min_history": 1, "guard.max_skips_in_a_row": 99}
+    values = {
+        "guard.spike_factor": 1.0001,
+        "guard.loss_spike": 0.0,
+        "guard.min_history": 1,
+        "guard.max_skips_in_a_row": 99,
+    }
     run = Run.parse({}, settings("pretrain", "skips", **values, **{"optim.lr": 1.0}))
     pretrain(run)
     skips = [event for event in read_events("skips") if event["event"] == "skip"]

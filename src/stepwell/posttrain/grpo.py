@@ -144,10 +144,13 @@ def grpo(
         num_rollouts = (session.extra or {"rollouts": 0})["rollouts"]
         session.pause()
         while not session.finished:
-            chosen = step_prompts(prompts, run, num_rollouts, session)
+            numbers = step_prompts(len(prompts), run, num_rollouts, session)
+            if session.is_jumped("rollouts", num_rollouts + 1, numbers):
+                num_rollouts += 1
+                continue
             rollouts = collect(
                 session.engine,
-                chosen,
+                [prompts[i] for i in numbers],
                 method.group_size,
                 sampling,
                 verifier,
@@ -163,13 +166,18 @@ def grpo(
             if method.updates_per_rollout > 1:
                 old_BT = session.engine.logprobs(batch, method.temperature)
                 batch = replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
+            action = ""
             for _ in range(method.updates_per_rollout):
-                stats = session.engine.forward_backward(batch, loss, method.temperature)
-                session.check_precision(batch, loss, method.temperature)
-                info = session.engine.optim_step()
-                session.record(batch, stats, info, more)
-                if session.finished:
+                action = session.step(batch, loss, method.temperature, more).verdict.action
+                if session.finished or action == "rewind":
                     break
+            if action == "rewind":
+                found = session.rewind(method.updates_per_rollout)
+                num_rollouts = (found or {"rollouts": 0})["rollouts"]
+                if samples is not None:
+                    samples.close()
+                    samples = open_samples(session)
+                continue
             if samples is not None:
                 for row in rows:
                     samples.write({"step": session.engine.step, **row})
@@ -186,18 +194,16 @@ def open_samples(session: Session) -> LineFile:
     return LineFile(path)
 
 
-def step_prompts(
-    prompts: Sequence[Prompt], run: Run, num_rollouts: int, session: Session
-) -> list[Prompt]:
-    """This rank's prompts of the next rollout: each epoch is a permutation of all prompts."""
+def step_prompts(num_prompts: int, run: Run, num_rollouts: int, session: Session) -> list[int]:
+    """Numbers of this rank's prompts of the next rollout: each epoch is a permutation of all."""
     method, mesh = run.method, session.engine.mesh
     assert isinstance(method, GRPO)
     first = num_rollouts * method.prompts_per_step
     chosen = []
     for ordinal in range(first, first + method.prompts_per_step):
-        epoch, place = divmod(ordinal, len(prompts))
-        index = permute(torch.tensor([place]).numpy(), len(prompts), run.train.seed, epoch)
-        chosen.append(prompts[int(index[0])])
+        epoch, place = divmod(ordinal, num_prompts)
+        index = permute(torch.tensor([place]).numpy(), num_prompts, run.train.seed, epoch)
+        chosen.append(int(index[0]))
     return chosen[mesh.data_rank :: mesh.data_world]
 
 

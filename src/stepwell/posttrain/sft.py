@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stepwell.config import SFT, Run
 from stepwell.data.batch import Batch
-from stepwell.data.loader import packed_stream, packing_report
+from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
@@ -25,6 +25,7 @@ from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.session import hold_folder, join, on_main, open_session
+from stepwell.train.streams import open_rows
 from stepwell.train.weights import check_tokenizer, require_model
 from stepwell.types import ConfigError, DataError
 
@@ -71,24 +72,14 @@ def _train(
         for event in events if session.extra is None else ():
             session.log.event("data", **event)
         start = session.engine.step
-        stream = packed_stream(
-            store,
-            seq_len=run.data.seq_len,
-            rows_per_step=run.train.global_batch_rows,
-            rank=mesh.data_rank,
-            world=mesh.data_world,
-            seed=run.train.seed,
-            state=session.extra,
-            shuffle=run.data.shuffle,
-            pad_id=tokenizer.pad_id,
-        )
+        stream = open_rows(run, mesh, store, session.extra or None, tokenizer.pad_id)
         session.pause()
         while not session.finished:
-            batch, state = next(stream)
-            stats = session.engine.forward_backward(batch, loss)
-            session.check_precision(batch, loss)
-            info = session.engine.optim_step()
-            session.record(batch, stats, info)
+            batch, state = session.draw(stream, "rows")
+            info = session.step(batch, loss)
+            if info.verdict.action == "rewind":
+                stream = open_rows(run, mesh, store, session.rewind(), tokenizer.pad_id)
+                continue
             if heldout is not None and session.evaluation_due:
                 session.record_evaluation(heldout_loss(session.engine, heldout))
             session.after_step(state)

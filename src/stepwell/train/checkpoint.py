@@ -200,6 +200,21 @@ def latest(run_dir: str | Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
+def newest_until(run_dir: str | Path, step: int) -> Path:
+    """The complete checkpoint of the highest step up to `step`; the oldest, if all are later.
+    Raises CheckpointError if there is none."""
+    complete = _complete(run_dir)
+    if not complete:
+        raise CheckpointError(f"{run_dir} holds no complete checkpoint to go back to")
+    until = [number for number in complete if number <= step]
+    return complete[max(until) if until else min(complete)]
+
+
+def remove_after(run_dir: str | Path, step: int) -> list[Path]:
+    """Removes the checkpoints of later steps; returns them. One rank calls it."""
+    return _remove([folder for at, folder in _complete(run_dir).items() if at > step])
+
+
 def of_run_or_itself(path: str | Path, key: str) -> Path:
     """The last checkpoint of a run's folder, or the checkpoint that `path` itself is.
 
@@ -239,13 +254,7 @@ def prune(
         if score is not None and math.isfinite(score):
             scores[step] = -score if higher_is_better else score
     kept |= set(sorted(scores, key=lambda step: (scores[step], -step))[:keep_best])
-    removed = [complete[step] for step in sorted(set(complete) - kept)]
-    for folder in removed:
-        # Renamed first, so that a kill in the middle leaves no incomplete checkpoint.
-        gone = folder.with_name(f".{folder.name}.removed")
-        folder.rename(gone)
-        shutil.rmtree(gone)
-    return removed
+    return _remove([complete[step] for step in sorted(set(complete) - kept)])
 
 
 def remove_leftovers(run_dir: str | Path) -> list[Path]:
@@ -318,6 +327,15 @@ def _together(work: Callable[[], Any], mesh: Mesh, trouble: str) -> list[Any]:
 def _prefixed(model: Mapping[str, Tensor], optim: Mapping[str, Tensor]) -> dict[str, Any]:
     state = {f"model.{global_name(name)}": value.detach() for name, value in model.items()}
     return state | {f"optim.{name}": value.detach() for name, value in optim.items()}
+
+
+def _remove(folders: list[Path]) -> list[Path]:
+    for folder in folders:
+        # Renamed first, so that a kill in the middle leaves no incomplete checkpoint.
+        gone = folder.with_name(f".{folder.name}.removed")
+        folder.rename(gone)
+        shutil.rmtree(gone)
+    return folders
 
 
 def _check_space(folder: Path, state: Mapping[str, Tensor]) -> None:

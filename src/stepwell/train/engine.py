@@ -34,7 +34,7 @@ from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
-from stepwell.train.guard import Guard, Verdict
+from stepwell.train.guard import TAKEN, Guard, Verdict
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
 from stepwell.train.optim import build_optimizer, clip, grad_norm, lr_fraction, set_lr
@@ -71,7 +71,7 @@ class StepInfo:
     grad_norm: float
     lr: float
     update_norm: float | None = None
-    verdict: Verdict = Verdict()
+    verdict: Verdict = TAKEN
 
     @property
     def skipped(self) -> bool:
@@ -461,7 +461,6 @@ class Engine:
                 "optim.release_gradients=true: forward_backward() has stepped already; call "
                 "optim_step() before the next one"
             )
-        optim = self.run.optim
         set_lr(self.optimizer, self._lr_fraction())
 
     def _forward(

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from stepwell.config import Run, SourceConfig
-from stepwell.data.batch import Batch
-from stepwell.data.loader import State, pretrain_stream
 from stepwell.data.store import TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
-from stepwell.train.optim import phase
-from stepwell.train.session import Session, open_session
+from stepwell.train.session import open_session
+from stepwell.train.streams import open_windows, stream_name
 from stepwell.train.weights import check_fingerprint
 from stepwell.types import ConfigError, DataError
 
@@ -46,31 +44,22 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
     if run.model.init is not None:
         check_fingerprint(run.model.init, fingerprint, f"the store {first.folder}")
     with open_session(run, weights, tokenizer=fingerprint) as session:
-        states = dict(session.extra or {})
-        name = stream_name(run, session.engine.step)
-        stream = open_stream(session, stores[name], states.get(name))
-        start = session.engine.step
+        states, streams = dict(session.extra or {}), {}
+        start, mesh = session.engine.step, session.engine.mesh
         session.pause()
         while not session.finished:
-            wanted = stream_name(run, session.engine.step)
-            if wanted != name:
-                name = wanted
-                stream = open_stream(session, stores[name], states.get(name))
-            batch, states[name] = next(stream)
-            stats = session.engine.forward_backward(batch, loss)
-            session.check_precision(batch, loss)
-            info = session.engine.optim_step()
-            session.record(batch, stats, info)
+            name = stream_name(run, session.engine.step)
+            if name not in streams:
+                streams[name] = open_windows(run, mesh, stores[name], states.get(name))
+            batch, states[name] = session.draw(streams[name], name)
+            info = session.step(batch, loss)
+            if info.verdict.action == "rewind":
+                states, streams = dict(session.rewind() or {}), {}
+                continue
             if heldout is not None and session.evaluation_due:
                 session.record_evaluation(heldout_loss(session.engine, heldout))
             session.after_step(states)
         return session.engine.step - start
-
-
-def stream_name(run: Run, step: int) -> str:
-    """Which of the run's two mixtures this step reads: "sources" or "decay_sources"."""
-    in_decay = phase(run.optim.schedule, step, run.train.steps) == "decay"
-    return "decay_sources" if in_decay and run.data.decay_sources else "sources"
 
 
 def open_stores(
@@ -97,20 +86,3 @@ def open_stores(
                 f"text again{', or name the tokenizer that made it' if fingerprint else ''}"
             )
     return stores
-
-
-def open_stream(
-    session: Session, stores: Sequence[tuple[TokenStore, float]], state: dict | None
-) -> Iterator[tuple[Batch, State]]:
-    run, mesh = session.run, session.engine.mesh
-    return pretrain_stream(
-        stores,
-        seq_len=run.data.seq_len,
-        rows_per_step=run.train.global_batch_rows,
-        rank=mesh.data_rank,
-        world=mesh.data_world,
-        seed=run.train.seed,
-        state=state,
-        document_mask=run.data.document_mask,
-        shuffle=run.data.shuffle,
-    )

@@ -3,6 +3,7 @@ and stopping on a signal."""
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
+from stepwell.data.loader import State
 from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog
 from stepwell.models.flops import attended_seq_len, flops_per_token
 from stepwell.parallel.mesh import (
@@ -29,8 +31,11 @@ from stepwell.parallel.mesh import (
 )
 from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
+from stepwell.train.guard import GuardStop, Verdict
 from stepwell.train.lock import folder_lock
 from stepwell.train.losses import Loss
+from stepwell.train.probe import first_non_finite
+from stepwell.train.streams import Stream, batch_number
 from stepwell.train.weights import TOKENIZER, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
@@ -53,7 +58,10 @@ FREE_KEYS = (
 
 # What a checkpoint's `extra` holds besides the loop's own.
 METRICS, METHOD = "metrics", "method"
+OWN = (METRICS, METHOD, TOKENIZER)
 RECIPE = "run.toml"
+# What lets the step end, saves and stops. SIGUSR1 is what a Slurm script can send through srun.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Session:
@@ -61,6 +69,7 @@ class Session:
 
     extra: what the loop saved with the last checkpoint (its data position), None at the start.
     tokenizer: the fingerprint that checkpoints carry.
+    console: whether the log is shown.
     """
 
     def __init__(
@@ -70,11 +79,15 @@ class Session:
         log: RunLog,
         extra: dict[str, Any] | None,
         tokenizer: str | None = None,
+        console: bool = True,
     ):
         self.run, self.engine, self.log, self.tokenizer = run, engine, log, tokenizer
         self.dir = Path(run.dir)
         self.extra = extra
         self.signalled: int | None = None
+        self._console = console
+        self._drawn: tuple[str, int, tuple[Any, ...]] = ("", 0, ())
+        self._bad: dict[str, Any] = {}
         self._saving: checkpoint.SaveHandle | None = None
         self._last_saved = engine.step
         self._evaluation: tuple[int, dict[str, float]] = (-1, {})
@@ -86,6 +99,109 @@ class Session:
     @property
     def finished(self) -> bool:
         return self.engine.step >= self.run.train.steps
+
+    def draw(self, stream: Stream, name: str) -> tuple[Batch, State]:
+        """The next batch of the stream `name` that is not left out; those that are get logged."""
+        while True:
+            batch, state = next(stream)
+            if not self.is_jumped(name, batch_number(state, self.run), batch.sample_ids):
+                return batch, state
+
+    def is_jumped(self, stream: str, number: int, ids: Iterable[Any]) -> bool:
+        """Whether batch `number` (from 1) is left out; logs that with all ranks' `ids`. If not, it
+        is taken to be that of the next step. Every rank must call it together."""
+        if not self.engine.guard.is_jumped(stream, number):
+            self._drawn = (stream, number, tuple(ids))
+            return False
+        step, every = self.engine.step + 1, self._gathered(ids)
+        self.log.event("jump", step, stream=stream, batch=number, sample_ids=every)
+        return True
+
+    def step(
+        self,
+        batch: Batch,
+        loss: Loss,
+        temperature: float = 1.0,
+        more: dict[str, float] | None = None,
+    ) -> StepInfo:
+        """One step of the engine, logged. After one with action "rewind" call `rewind`.
+
+        Raises GuardStop, with the event written, when the guard gives up.
+        """
+        engine = self.engine
+        stats = engine.forward_backward(batch, loss, temperature)
+        self.check_precision(batch, loss, temperature)
+        try:
+            info = engine.optim_step()
+        except GuardStop as stop:
+            details = self._describe(stop.verdict, batch, loss, temperature)
+            self.log.event("stop", engine.step + 1, **details)
+            raise
+        self.record(batch, stats, info, more)
+        if info.skipped:
+            self._bad = self._describe(info.verdict, batch, loss, temperature)
+            if info.verdict.action == "skip":
+                self.log.event("skip", info.step, **self._bad)
+            self.pause()
+        return info
+
+    def _describe(
+        self, verdict: Verdict, batch: Batch, loss: Loss, temperature: float
+    ) -> dict[str, Any]:
+        """What the guard saw, in which rows, and which layer was the first that is not finite."""
+        stream, number, ids = self._drawn
+        finding = None
+        if not math.isfinite(verdict.value):
+            finding = first_non_finite(self.engine, batch, loss, temperature)
+        return {
+            **{k: v for k, v in verdict._asdict().items() if k != "action"},
+            "stream": stream,
+            "batch": number,
+            "sample_ids": self._gathered(ids or batch.sample_ids),
+            "first_non_finite": finding._asdict() if finding else None,
+        }
+
+    def _gathered(self, ids: Iterable[Any]) -> list[Any]:
+        mesh = self.engine.mesh
+        mine = tuple(ids) if mesh.counts_rows else ()
+        return [i for part in all_gather_objects(mine, mesh) for i in part]
+
+    def rewind(self, steps_per_batch: int = 1) -> dict[str, Any] | None:
+        """Back to the last checkpoint before the suspects (the oldest, if none is old enough), with
+        these left out and the learning rate lowered. Returns what the loop had saved there, None
+        for nothing.
+
+        The checkpoint is written anew with this knowledge, and later ones are removed: a run that
+        is killed afterwards goes on from there as if it had not been.
+        """
+        self.wait()
+        engine, guard, config = self.engine, self.engine.guard, self.run.guard
+        before, bad_step = guard.state(), engine.step
+        newest = bad_step - config.suspect_steps * steps_per_batch
+        target = on_main(lambda: checkpoint.newest_until(self.dir, newest), engine.mesh)
+        extra = engine.load(target)
+        guard.rewound(before, bad_step, *self._drawn[:2])
+        if engine.mesh.is_main:
+            checkpoint.remove_after(self.dir, engine.step)
+        self.log.close()
+        self.log = _open_log(self.run, engine, self._console, fresh=False)
+        self.log.event(
+            "rewind",
+            engine.step,
+            bad_step=bad_step,
+            **self._bad,
+            recent_losses=before["good"]["loss"][-10:],
+            rewinds=guard.rewinds,
+            jumped=guard.jumped,
+            lr_scale=guard.lr_scale,
+            cooldown_until=guard.cooldown_until,
+        )
+        self._evaluation = (engine.step, extra[METRICS]) if METRICS in extra else (-1, {})
+        extra = {key: value for key, value in extra.items() if key not in OWN}
+        self.save(extra)
+        self.wait()
+        self.pause()
+        return extra or None
 
     def record(
         self, batch: Batch, stats: Stats, info: StepInfo, more: dict[str, float] | None = None
@@ -103,10 +219,6 @@ class Session:
         local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64) * mesh.counts_rows
         flops = all_reduce_sum(local, mesh).item()
         twice = stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
-        if info.skipped:
-            mine = batch.sample_ids if mesh.counts_rows else ()
-            ids = [i for part in all_gather_objects(mine, mesh) for i in part]
-            self.log.event("skip", info.step, reason=info.reason, sample_ids=ids)
         if info.step % self.run.train.log_every and not self.finished:
             return
         scale = self.engine.loss_scale
@@ -117,6 +229,7 @@ class Session:
                 "train/objective": stats.loss,
                 **{f"train/{k}": v for k, v in stats.metrics.items() if k != "loss"},
                 "train/grad_norm": info.grad_norm,
+                **({} if info.update_norm is None else {"train/update_norm": info.update_norm}),
                 "train/lr": info.lr,
                 "train/skipped": int(info.skipped),
                 "train/tokens": stats.num_tokens,
@@ -221,8 +334,8 @@ def open_session(
     tokenizer: str | None = None,
     held: bool = False,
 ) -> Iterator[Session]:
-    """Starts the run, or goes on from its last checkpoint. The first SIGINT or SIGTERM lets the
-    step end and saves; a second one stops at once.
+    """Starts the run, or goes on from its last checkpoint. The first of `SIGNALS` lets the
+    step end and saves; a second SIGINT or SIGTERM stops at once.
 
     weights: (global name, full tensor) to start from, by default those of `model.init` or drawn
     from the seed; a run that goes on does not read them.
@@ -236,18 +349,23 @@ def open_session(
     with nullcontext() if held else hold_folder(run.dir, mesh):
         latest = on_main(lambda: check_folder(run), mesh)
         engine, extra, start = _started(run, weights, mesh, latest, tokenizer)
-        log = _open_log(run, engine, console)
-        session = Session(run, engine, log, extra, tokenizer)
+        log = _open_log(run, engine, console, fresh=start is None)
+        session = Session(run, engine, log, extra, tokenizer, console)
+        if run.guard.action == "rewind" and latest is None:
+            session.save(extra or {})  # there is always something to go back to
+            session.wait()
         first = engine.step
         if extra is not None and not session.finished:
             log.event("resume", engine.step, checkpoint=str(start))
 
         def on_signal(number: int, _frame: Any) -> None:
-            if session.signalled is not None:
+            # A Slurm script's SIGUSR1 may come beside Slurm's own SIGTERM: that is one request.
+            if signal.SIGUSR1 not in (number, session.signalled) and session.signalled is not None:
                 raise KeyboardInterrupt
-            session.signalled = number
+            if session.signalled is None or number != signal.SIGUSR1:
+                session.signalled = number
 
-        before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+        before = {n: signal.signal(n, on_signal) for n in SIGNALS}
         failed = False
         try:
             yield session
@@ -258,10 +376,11 @@ def open_session(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            log.close()
+            session.log.close()
             if failed and mesh.is_main and latest is None and engine.step == first:
                 for name in (RECIPE, METRICS_FILE, EVENTS_FILE):
                     (session.dir / name).unlink(missing_ok=True)
+                checkpoint.remove_after(session.dir, first - 1)
 
 
 def _started(
@@ -300,7 +419,7 @@ def _started(
     return engine, extra, start
 
 
-def _open_log(run: Run, engine: Engine, console: bool) -> RunLog:
+def _open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:
     """Writes run.toml, and opens the log."""
     if engine.mesh.is_main:
         run.save(Path(run.dir) / RECIPE)
@@ -308,7 +427,7 @@ def _open_log(run: Run, engine: Engine, console: bool) -> RunLog:
         Path(run.dir),
         run.log,
         rank=engine.mesh.rank,
-        last_step=engine.step,
+        last_step=-1 if fresh else engine.step,
         num_steps=run.train.steps,
         name=run.name,
         console=console,
