@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stepwell.models import logits
 from stepwell.models.logits import token_stats
+from stepwell.parallel.traffic import count_collectives
+from tests.parallel.ranks import run_jobs
 
 N, D, V = 23, 8, 31
 
@@ -117,3 +120,120 @@ def test_never_holds_all_logits_in_float32():
         stats = token_stats(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk_tokens=64)
         stats.logprobs.sum().backward()
     assert largest.bytes == 64 * 2000 * 4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_was_not_asked_for_is_zero_without_gradient(keep):
+    hidden, weight, targets = inputs()
+    stats = token_stats(hidden, weight, targets, keep_logits=keep)
+    assert not stats.entropy.any()
+    assert not stats.mean_logit.any()
+    (grad,) = torch.autograd.grad((stats.entropy + stats.mean_logit).sum(), hidden)
+    assert not grad.any()
+
+
+# --- vocabulary in parts -------------------------------------------------------------------------
+
+PARTS = 3
+PART_CASES = [
+    (keep, chunk, temperature, entropy)
+    for keep in (False, True)
+    for chunk in (7, 64)
+    for temperature in (1.0, 0.5)
+    for entropy in (False, True)
+]
+
+
+def part_inputs(dtype=torch.float64):
+    """Every part holds some of the targets."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=generator, dtype=torch.float64)
+    weight = 2 * torch.randn(3 * V, D, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3 * V, (N,), generator=generator)
+    mix = torch.randn(4, N, generator=generator, dtype=torch.float64)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, mix
+
+
+def objective(stats, mix):
+    return torch.stack([(m * s).sum() for m, s in zip(mix, stats, strict=True)]).sum()
+
+
+def stats_of_parts(dtype=torch.float64):
+    """On each rank: case -> values, gradient of the hidden states (summed over the ranks, as the
+    gathering before the head does) and of this rank's part of the weight."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    found = {}
+    for case in PART_CASES:
+        keep, chunk, temperature, entropy = case
+        hidden, weight, targets, mix = part_inputs(dtype)
+        part = weight.detach().chunk(PARTS)[world.rank()].clone().requires_grad_()
+        with count_collectives() as sent:
+            stats = token_stats(
+                hidden, part, targets, chunk_tokens=chunk, keep_logits=keep,
+                inverse_temperature=1 / temperature, with_entropy=entropy, with_mean=True,
+                tp=world,
+            )  # fmt: skip
+            grads = torch.autograd.grad(objective(stats, mix), (hidden, part))
+        dist.all_reduce(grads[0])
+        found[case] = [x.detach() for x in (*stats, *grads)], sent
+    empty = token_stats(part_inputs()[0][:0], part, targets[:0], tp=world)
+    return found, [x.shape for x in empty]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return run_jobs(PARTS, exact=(stats_of_parts,), bf16=(stats_of_parts, torch.bfloat16))
+
+
+@pytest.mark.parametrize("case", PART_CASES)
+def test_parts_of_the_vocabulary_equal_the_whole(parts, case):
+    _, _, temperature, entropy = case
+    hidden, weight, targets, mix = part_inputs()
+    assert targets.div(V, rounding_mode="floor").unique().numel() == PARTS
+    wanted = list(reference(hidden, weight, targets, temperature))
+    if not entropy:
+        wanted[2] = torch.zeros_like(wanted[2])
+    grads = torch.autograd.grad(objective(wanted, mix), (hidden, weight))
+    results = [rank[0][case][0] for rank in parts["exact"]]
+    for rank in results:
+        for got, want, first in zip(rank[:4], wanted, results[0], strict=False):
+            torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-11)
+            assert torch.equal(got, first)
+        torch.testing.assert_close(rank[4], grads[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.cat([rank[5] for rank in results]), grads[1], rtol=0, atol=1e-10
+    )
+
+
+def test_parts_exchange_one_small_message(parts):
+    """Four numbers a token, gathered once forward and never backward."""
+    for found, _ in parts["exact"]:
+        for _, sent in found.values():
+            (message,) = sent
+            assert message.kind == "all-gather"
+            assert message.num_bytes <= 4 * PARTS * 8 * 64
+
+
+def test_parts_in_bfloat16_follow_the_whole(parts):
+    for case in PART_CASES:
+        keep, chunk, temperature, entropy = case
+        hidden, weight, targets, mix = part_inputs(torch.bfloat16)
+        whole = token_stats(
+            hidden, weight, targets, chunk_tokens=chunk, keep_logits=keep,
+            inverse_temperature=1 / temperature, with_entropy=entropy, with_mean=True,
+        )  # fmt: skip
+        grads = torch.autograd.grad(objective(whole, mix), (hidden, weight))
+        results = [rank[0][case][0] for rank in parts["bf16"]]
+        for got, want in zip(results[0][:4], whole, strict=True):
+            torch.testing.assert_close(got, want.detach(), rtol=1e-5, atol=2e-5)
+        got_weight = torch.cat([rank[5] for rank in results])
+        for got, want in ((results[0][4], grads[0]), (got_weight, grads[1])):
+            error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+            assert error < 0.02
+
+
+def test_no_token_at_all_in_parts(parts):
+    assert parts["exact"][0][1] == [torch.Size([0])] * 4

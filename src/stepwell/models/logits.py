@@ -178,7 +178,7 @@ def _share(targets_N: Tensor, num_logits: int, tp: dist.ProcessGroup) -> _Share:
 
 
 def _combined(
-    stats: tuple[Tensor, ...], owner_N: Tensor, tp: dist.ProcessGroup
+    stats: tuple[Tensor, ...], owner_N: Tensor, with_entropy: bool, tp: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
     """The stats over the whole vocabulary from those over each rank's part."""
     every_RSN = gathered(torch.stack(stats), tp).unflatten(0, (tp.size(), -1))
@@ -186,7 +186,9 @@ def _combined(
     lse = lse_RN.logsumexp(0)
     inside_RN = lse_RN - lse  # log of the probability that falls into each part
     logprobs = (logprobs_RN + inside_RN).gather(0, owner_N[None]).squeeze(0)
-    entropy = (inside_RN.exp() * (entropy_RN - inside_RN)).sum(0)
+    entropy = entropy_RN[0]
+    if with_entropy:
+        entropy = (inside_RN.exp() * (entropy_RN - inside_RN)).sum(0)
     return logprobs, lse, entropy, mean_RN.mean(0)
 
 
@@ -230,11 +232,12 @@ class _TokenStats(torch.autograd.Function):
         owned = inside = None
         if tp is not None and share is not None:
             local_lse, owned = stats[1], share.owned_N
-            stats = _combined(stats, share.owner_N, tp)
+            stats = _combined(stats, share.owner_N, with_entropy, tp)
             inside = (local_lse - stats[1]).exp() if keeps_probs else None
         ctx.save_for_backward(hidden, weight, head, targets, *stats[:3], owned, inside, *kept)
         ctx.options = (chunk, scale, keeps_probs, compiled, in_halves)
         ctx.num_parts = 1 if tp is None else tp.size()
+        ctx.asked = (True, True, with_entropy, with_mean)
         return stats
 
     @staticmethod
@@ -244,6 +247,7 @@ class _TokenStats(torch.autograd.Function):
         )
         chunk, scale, keeps_probs, compiled, in_halves = ctx.options
         chunk_grad = _compiled(_chunk_grad) if compiled else _chunk_grad
+        grads = tuple(g if asked else None for g, asked in zip(grads, ctx.asked, strict=True))
         vocab_size = weight.shape[0] * ctx.num_parts
         coefficients = _coefficients(grads, logprobs, entropy, scale, vocab_size)
         if inside is not None:  # what was kept are probabilities within this rank's part
