@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from stepwell.config import Run
 from stepwell.data.packing import pack_rows
+from stepwell.models.activations import saved_per_layer
 from stepwell.parallel.lever_rules import host_bytes, host_shortage
 from stepwell.parallel.offload import ActivationOffload
 from stepwell.parallel.rules import AxisSizes
-from stepwell.plan.memory import saved_per_layer
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError
 from tests.oracle import base_run
@@ -138,8 +139,9 @@ def test_every_kind_of_saved_tensor_returns_bit_equal(prefetch):
         for _ in range(2):
             model(x).square().sum().backward()
     for (name, a), b in zip(plain.named_parameters(), moved.parameters(), strict=True):
+        assert a.grad is not None, name
         assert a.grad.isfinite().all(), name
-        assert torch.equal(a.grad, b.grad), name
+        assert_close(b.grad, a.grad, rtol=0, atol=0, msg=name)
     assert offload.bytes_to_host > 0
 
 
@@ -213,7 +215,7 @@ def test_activation_offload_on_a_card():
         for _ in range(3):
             model(x).square().sum().backward()
     for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+        assert_close(b.grad, a.grad, rtol=0, atol=0)
     assert offload.bytes_to_host > 0
 
 
@@ -228,7 +230,9 @@ def test_host_memory_is_counted_before_anything_is_built():
     run = wide(ACTIVATIONS)
     saved = host_bytes(run, AxisSizes())["activations"]
     per_layer = saved_per_layer(run.model, 256, 4, 4)
-    assert 0.9 * 2 * per_layer < saved <= 2 * per_layer
+    assert saved == 2 * per_layer
+    inputs = host_bytes(wide(ACTIVATIONS, REMAT), AxisSizes())["activations"]
+    assert inputs == 2 * 256 * 64 * 4
 
 
 def test_offload_without_host_memory_is_refused_with_numbers():

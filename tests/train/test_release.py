@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from stepwell.data.batch import concat
 from stepwell.hardware import live_tensor_bytes
 from stepwell.parallel.mesh import init_distributed
 from stepwell.train.engine import Engine
@@ -14,7 +15,7 @@ from tests.parallel.ranks import run_ranks
 from tests.trajectory import assert_equal, train, trajectories
 
 # What it needs: one micro-batch, no clipping, nobody who judges.
-ALONE = {"train.micro_batch_rows": 7, "optim.clip_norm": 0.0}
+ALONE = {"train.micro_batch_rows": 7, "optim.clip_norm": 0.0, "guard.action": "none"}
 SCHEDULE = {"optim.schedule.kind": "linear", "optim.schedule.warmup_steps": 2}
 RELEASE = {"optim.release_gradients": True}
 SETTINGS = {
@@ -77,8 +78,6 @@ def test_a_second_micro_batch_or_step_is_refused():
     assert (info.step, engine.updates) == (1, 1)
     assert info.grad_norm > 0
     more = global_batch().rows(0, 7)
-    from stepwell.data.batch import concat
-
     with pytest.raises(TrainingError, match="one micro-batch, not 2"):
         engine.forward_backward(concat([more, more]), loss)
 
@@ -90,6 +89,8 @@ def test_a_second_micro_batch_or_step_is_refused():
         ({"optim.kind": "muon"}, "optim.kind='muon'"),
         ({"train.micro_batch_rows": 3}, "train.micro_batch_rows=3"),
         ({"offload.optimizer": True}, "offload.optimizer"),
+        ({"guard.action": "skip"}, "guard.action='skip'"),
+        ({"method.kind": "grpo", "method.max_new_tokens": 4}, "method.kind='grpo'"),
         (
             {"precision.param": "fp32", "precision.compute": "fp16", "precision.reduce": "fp32"},
             "precision.compute='fp16'",

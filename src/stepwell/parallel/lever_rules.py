@@ -8,12 +8,14 @@ it by itself (`check_host`) before it builds anything.
 from __future__ import annotations
 
 import os
-from math import isqrt, prod
+from math import prod
 from typing import TYPE_CHECKING
 
 from stepwell.config import Run
 from stepwell.hardware import GIB, available_memory_bytes
+from stepwell.models.activations import block_bytes, held
 from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.remat import dtype_bytes, segments_of
 from stepwell.types import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +72,9 @@ def release(run: Run, sizes: AxisSizes) -> str | None:
     clashes = {
         f"optim.kind={optim.kind!r} (set 'adamw')": optim.kind != "adamw",
         f"optim.clip_norm={optim.clip_norm:g} (set 0)": optim.clip_norm != 0,
+        f"guard.action={run.guard.action!r} (set 'none': nothing can be refused afterwards)": (
+            run.guard.action != "none"
+        ),
         f"method.kind={run.method.kind!r}, whose steps have any number of micro-batches": (
             run.method.kind == "grpo"
         ),
@@ -121,7 +126,7 @@ def host_shortage(
 
 def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
     """Host memory of one rank by key of `offload`: weights, two moments and gradients or copies of
-    this rank's share; and at least what a micro-batch's blocks save (inputs of their products)."""
+    this rank's share; what the blocks of one micro-batch save (a pipeline has several at once)."""
     found = {}
     num_parameters = sum(prod(s) for s in parameter_shapes(run.model).values())
     sharded = sizes.dp_shard * sizes.cp if run.layout.zero else 1
@@ -130,15 +135,9 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
         if getattr(run.offload, key):
             found[key] = 4 * share
     if run.offload.activations:
-        cfg = run.model
-        widths = cfg.d_model
-        if run.remat.mode == "none":
-            heads = 2 * cfg.num_heads + 2 * cfg.num_kv_heads
-            widths = 4 * cfg.d_model + heads * cfg.head_dim + 4 * cfg.d_ff
-        blocks = cfg.num_layers // (run.remat.every if run.remat.mode == "every" else 1)
-        if run.remat.mode == "sqrt":
-            blocks = isqrt(blocks)
-        tokens = run.train.micro_batch_rows * run.data.seq_len
-        size = tokens * widths * _BYTES[run.precision.compute]
-        found["activations"] = blocks * size // (sizes.pp * sizes.cp * sizes.tp)
+        a, w = dtype_bytes(run.precision)
+        tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
+        block = block_bytes(run.model, tokens, a, w, run.layout.compile, sizes.tp)
+        blocks = -(-run.model.num_layers // sizes.pp)
+        found["activations"] = held(segments_of(run, sizes, 0, blocks), block)
     return found
