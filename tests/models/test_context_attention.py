@@ -19,8 +19,8 @@ from stepwell.models.context_attention import (
     ring_forward,
     tokens_for_heads,
 )
+from stepwell.models.shares import Shares, deal
 from stepwell.models.tile_attention import Kernel, add, merge
-from stepwell.models.zigzag import Shares, chunks, visible_pairs
 from tests.parallel.ranks import run_jobs
 
 T, ROWS = 24, 2
@@ -32,6 +32,13 @@ KERNELS = {
     "product": Kernel(tile_attention.product_forward, tile_attention.product_backward),
     "varlen": Kernel(tile_attention.varlen_forward, tile_attention.varlen_backward),
 }
+
+
+def chunks(num_ranks):
+    """As dealt; for two ranks 4 of each row."""
+    found = torch.tensor(deal(BORDERS, ROWS, num_ranks, smallest=1))
+    assert found.shape == (ROWS, num_ranks, {2: 4, 4: 2}[num_ranks])
+    return found
 
 
 def tensors(heads=4, kv_heads=2, dtype=torch.float64, head_dim=8, device="cpu"):
@@ -51,8 +58,8 @@ def on_one_rank(whole, window):
 
 def by_tiles(whole, num_ranks, window, kernel):
     """The same, all ranks' tiles one after another in one process."""
-    shares = Shares(BORDERS, ROWS, num_ranks, window or 0)
-    parts = [dealt(x, ROWS, num_ranks) for x in whole]
+    shares = Shares(BORDERS, chunks(num_ranks).tolist(), window or 0)
+    parts = [dealt(x, chunks(num_ranks)) for x in whole]
     wide = torch.promote_types(whole[0].dtype, torch.float32)
     out, dq = (torch.zeros_like(parts[0], dtype=wide) for _ in range(2))
     dk, dv = (torch.zeros_like(parts[1], dtype=wide) for _ in range(2))
@@ -70,7 +77,7 @@ def by_tiles(whole, num_ranks, window, kernel):
             add(dq[mine], queries, found[0])
             add(dk[other], keys, found[1])
             add(dv[other], keys, found[2])
-    return [in_order(x, ROWS) for x in (out, dq, dk, dv)]
+    return [in_order(x, chunks(num_ranks)) for x in (out, dq, dk, dv)]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -109,7 +116,8 @@ def by_flashs_rule(tile, band):
 @pytest.mark.parametrize("window", [0, 1, 2, 5, 9, 23])
 def test_variable_length_calls_have_the_tiles_masks(window):
     for num_ranks, borders in itertools.product((2, 3, 4), (BORDERS, [0, 48], [0, 24, 47, 48])):
-        shares = Shares(borders, 2 if 24 in borders else 1, num_ranks, window)
+        dealt_out = deal(borders, 2 if 24 in borders else 1, num_ranks, smallest=1)
+        shares = Shares(borders, dealt_out, window)
         for mine, other in itertools.product(range(num_ranks), repeat=2):
             tiles = shares.tiles(mine, other)
             groups = tile_attention._groups(tiles, window)
@@ -132,7 +140,7 @@ def test_variable_length_calls_fit_the_operators():
     """Shapes and arguments by torch's own checks, without a card."""
     q, k, v, grad = (x.to("meta") for x in tensors(dtype=torch.bfloat16))
     lse = torch.empty(q.shape[:2], device="meta")
-    tiles = Shares([0, 96], 1, 2, 20).tiles(1, 1)
+    tiles = Shares([0, 48], deal([0, 48], 1, 1), 20).tiles(0, 0)
     forward, backward = KERNELS["varlen"]
     seen = [(out.shape, lse.shape) for _, out, lse in forward(q, k, v, tiles, 20)]
     shapes = [[x.shape for x in part[2:]] for part in backward(grad, q, k, v, q, lse, tiles, 20)]
@@ -169,33 +177,31 @@ def world() -> dist.ProcessGroup:
 def across_ranks(method, heads, kv_heads, window, dtype):
     """Output and gradients of all tokens, put together from every rank's."""
     group = world()
-    q, k, v, grad = (
-        dealt(x, ROWS, group.size())[group.rank()].clone() for x in tensors(heads, kv_heads, dtype)
-    )
+    parts = chunks(group.size())
+    q, k, v, grad = (dealt(x, parts)[group.rank()].clone() for x in tensors(heads, kv_heads, dtype))
     for x in (q, k, v):
         x.requires_grad_()
     borders = torch.tensor(BORDERS, dtype=torch.int32)
     if method == "ring":
-        out = ring_attention(q, k, v, borders, ROWS, window, group)
+        out = ring_attention(q, k, v, borders, parts, window, group)
     else:
-        held = tokens_for_heads(q, k, v, ROWS, group)
+        held = tokens_for_heads(q, k, v, parts, group)
         assert [x.shape[0] for x in held] == [ROWS * T] * 3
-        out = heads_for_tokens(attend(*held, borders, window), ROWS, group)
+        out = heads_for_tokens(attend(*held, borders, window), parts, group)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
     gathered = []
     for x in found:
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous())
-        gathered.append(in_order(torch.stack(parts), ROWS))
+        ranks = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(ranks, x.contiguous())
+        gathered.append(in_order(torch.stack(ranks), parts))
     return gathered
 
 
 def measured_ring():
     """A ring of larger blocks, with everything that is sent, held and computed counted."""
     ring = Ring.of(world().group_name)
-    shares = Shares(BORDERS, ROWS, ring.size, 0)
-    parts = (dealt(x, ROWS, ring.size)[ring.rank].float() for x in tensors())
-    q, k, v, grad = (x.clone() for x in parts)
+    shares = Shares(BORDERS, chunks(ring.size).tolist())
+    q, k, v, grad = (dealt(x, chunks(ring.size))[ring.rank].float().clone() for x in tensors())
     counts = {"bytes": [], "blocks": [], "pairs": [0, 0]}
     alive = {}
     send = dist.batch_isend_irecv
@@ -275,6 +281,5 @@ def test_ring_holds_two_blocks(ranks):
 
 def test_ring_computes_the_visible_pairs_and_no_others(ranks):
     num_ranks, results = ranks
-    parts = [chunks(rank, num_ranks) for rank in range(num_ranks)]
-    wanted = visible_pairs(BORDERS, ROWS, parts)
+    wanted = Shares(BORDERS, chunks(num_ranks).tolist()).visible_pairs()
     assert [rank[3] for rank in results["measured"]] == [[n, n] for n in wanted]

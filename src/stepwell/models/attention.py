@@ -230,8 +230,8 @@ class Attention(nn.Module):
         if cp is None:
             return attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
         if cp.method == "ring":
-            shares = cp.borders, cp.num_rows, self.window, cp.group
+            shares = cp.borders, cp.chunks, self.window, cp.group
             return ring_attention(q_NHE, k_NKE, v_NKE, *shares)
-        q_NHE, k_NKE, v_NKE = tokens_for_heads(q_NHE, k_NKE, v_NKE, cp.num_rows, cp.group)
+        q_NHE, k_NKE, v_NKE = tokens_for_heads(q_NHE, k_NKE, v_NKE, cp.chunks, cp.group)
         out_NHE = attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
-        return heads_for_tokens(out_NHE, cp.num_rows, cp.group)
+        return heads_for_tokens(out_NHE, cp.chunks, cp.group)

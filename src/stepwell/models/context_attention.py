@@ -1,7 +1,7 @@
 """Attention over a row whose tokens are divided among the ranks of a group.
 
-R ranks, n tokens of this rank (all rows, zig-zag: `models.zigzag`), N = R*n, H query heads, K
-key/value heads, E head_dim. `cu_seqlens` holds the borders of the documents in all N tokens.
+R ranks, n tokens of this rank, N = R*n, B rows, H query heads, K key/value heads, E head_dim.
+chunks (B, R, k): the parts of each row that each rank has (`models.shares`).
 
 Ring (2310.01889): keys and values travel from rank to rank, and each rank merges what its queries
 see of them by their log-sum-exp. All-to-all (DeepSpeed-Ulysses, 2309.14509): the ranks trade tokens
@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.models.collectives import all_to_all
+from stepwell.models.shares import Shares
 from stepwell.models.tile_attention import Kernel, add, kernel, merge
-from stepwell.models.zigzag import Shares, chunks, visible_pairs
 
 # --- ring ----------------------------------------------------------------------------------------
 
@@ -31,26 +31,27 @@ def ring_attention(
     k_nKE: Tensor,
     v_nKE: Tensor,
     borders: Tensor,
-    num_rows: int,
+    chunks: Tensor,
     window: int | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Attention output (n, H, E) of this rank's queries. borders: cu_seqlens on the CPU, where the
-    work is planned. Of the others' keys and values at most two ranks' are held at a time.
+    """Attention output (n, H, E) of this rank's queries. borders: of the documents in all N
+    tokens; it and chunks are on the CPU, where the work is planned. Of the others' keys and values
+    at most two ranks' are held at a time.
 
     Each rank sends its K and V to R - 1 others in the forward pass and again in the backward pass,
     where their gradients follow in at least float32.
     """
-    out, _ = _ring(q_nHE, k_nKE, v_nKE, borders, num_rows, window or 0, group.group_name)
+    out, _ = _ring(q_nHE, k_nKE, v_nKE, borders, chunks, window or 0, group.group_name)
     return out
 
 
 @torch.library.custom_op("stepwell::ring_attention", mutates_args=())
 def _ring(
-    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, num_rows: int, window: int, group: str
+    q: Tensor, k: Tensor, v: Tensor, borders: Tensor, chunks: Tensor, window: int, group: str
 ) -> tuple[Tensor, Tensor]:
     ring = Ring.of(group)
-    return ring_forward(q, k, v, ring.shares(borders, num_rows, window), ring, kernel(q))
+    return ring_forward(q, k, v, ring.shares(borders, chunks, window), ring, kernel(q))
 
 
 @torch.library.custom_op("stepwell::ring_attention_backward", mutates_args=())
@@ -62,12 +63,12 @@ def _ring_backward(
     out: Tensor,
     lse: Tensor,
     borders: Tensor,
-    num_rows: int,
+    chunks: Tensor,
     window: int,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = Ring.of(group)
-    shares = ring.shares(borders, num_rows, window)
+    shares = ring.shares(borders, chunks, window)
     return ring_backward(grad, q, k, v, out, lse, shares, ring, kernel(q))
 
 
@@ -141,8 +142,8 @@ class Ring(NamedTuple):
         group = distributed_c10d._resolve_process_group(group_name)  # pyright: ignore
         return Ring(group, group.rank(), group.size())
 
-    def shares(self, borders: Tensor, num_rows: int, window: int) -> Shares:
-        return Shares(borders.tolist(), num_rows, self.size, window)
+    def shares(self, borders: Tensor, chunks: Tensor, window: int) -> Shares:
+        return Shares(borders.tolist(), chunks.tolist(), window)
 
     def pass_on(self, block: Tensor, tag: int = 0) -> Exchange:
         """Begins to send `block` to the next rank and to receive the one before's."""
@@ -173,24 +174,24 @@ class Exchange(NamedTuple):
 
 
 @_ring.register_fake
-def _(q, k, v, borders, num_rows, window, group):
+def _(q, k, v, borders, chunks, window, group):
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
 
 
 @_ring_backward.register_fake
-def _(grad, q, k, v, out, lse, borders, num_rows, window, group):
+def _(grad, q, k, v, out, lse, borders, chunks, window, group):
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, borders, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output, borders)
+    *tensors, ctx.window, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, grad, _):
-    q, k, v, out, lse, borders = ctx.saved_tensors
-    grads = _ring_backward(grad, q, k, v, out, lse, borders, *ctx.rest)
+    q, k, v, borders, chunks, out, lse = ctx.saved_tensors
+    grads = _ring_backward(grad, q, k, v, out, lse, borders, chunks, ctx.window, ctx.group)
     return *grads, None, None, None, None
 
 
@@ -198,30 +199,28 @@ _ring.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.stepwell.ring_attention, get_raw=True)
-def _forward_flops(q, k, v, borders, num_rows, window, group, *args, **kwargs) -> int:
-    return 4 * q.shape[1] * q.shape[2] * _pairs(q, borders, num_rows, window, group)
+def _forward_flops(q, k, v, borders, chunks, window, group, *args, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _pairs(q, borders, chunks, window, group)
 
 
 @register_flop_formula(torch.ops.stepwell.ring_attention_backward, get_raw=True)
 def _backward_flops(
-    grad, q, k, v, out, lse, borders, num_rows, window, group, *args, **kwargs
+    grad, q, k, v, out, lse, borders, chunks, window, group, *args, **kwargs
 ) -> int:
-    return 8 * q.shape[1] * q.shape[2] * _pairs(q, borders, num_rows, window, group)
+    return 8 * q.shape[1] * q.shape[2] * _pairs(q, borders, chunks, window, group)
 
 
-def _pairs(q: Tensor, borders: Tensor, num_rows: int, window: int, group: str) -> int:
+def _pairs(q: Tensor, borders: Tensor, chunks: Tensor, window: int, group: str) -> int:
     """This rank's part of half of each document's square, the convention of `models/flops`."""
     ring = Ring.of(group)
-    parts = [chunks(rank, ring.size) for rank in range(ring.size)]
-    seen = visible_pairs(borders.tolist(), num_rows, parts, window)[ring.rank]
-    return seen - q.shape[0] // 2
+    return ring.shares(borders, chunks, window).visible_pairs()[ring.rank] - q.shape[0] // 2
 
 
 # --- all-to-all ----------------------------------------------------------------------------------
 
 
 def tokens_for_heads(
-    q_nHE: Tensor, k_nKE: Tensor, v_nKE: Tensor, num_rows: int, group: dist.ProcessGroup
+    q_nHE: Tensor, k_nKE: Tensor, v_nKE: Tensor, chunks: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This rank's share of the heads, for all N tokens in their order: (N, H/R, E) and twice
     (N, K'/R, E). Where R does not divide K, key/value heads are repeated to the least number K'
@@ -232,25 +231,48 @@ def tokens_for_heads(
         k_nKE, v_nKE = (x.repeat_interleave(repeats, dim=1) for x in (k_nKE, v_nKE))
     by_rank = [x.unflatten(1, (ranks, -1)) for x in (q_nHE, k_nKE, v_nKE)]
     sent = torch.cat(by_rank, dim=2).transpose(0, 1).flatten(0, 1)  # (R*n, heads, E)
-    tokens = in_order(all_to_all(sent, group).unflatten(0, (ranks, -1)), num_rows)
+    tokens = in_order(all_to_all(sent, group).unflatten(0, (ranks, -1)), chunks)
     share = keyvalue * repeats // ranks
     return tokens.split([heads // ranks, share, share], dim=1)  # pyright: ignore[reportReturnType]
 
 
-def heads_for_tokens(out_NhE: Tensor, num_rows: int, group: dist.ProcessGroup) -> Tensor:
+def heads_for_tokens(out_NhE: Tensor, chunks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The way back: all N tokens of this rank's h heads to (n, R*h, E)."""
-    sent = dealt(out_NhE, num_rows, group.size()).flatten(0, 1)
+    sent = dealt(out_NhE, chunks).flatten(0, 1)
     return all_to_all(sent, group).unflatten(0, (group.size(), -1)).transpose(0, 1).flatten(1, 2)
 
 
-def dealt(x_N: Tensor, num_rows: int, num_ranks: int) -> Tensor:
+def dealt(x_N: Tensor, chunks_BRk: Tensor) -> Tensor:
     """(N, ...) tokens in order -> (R, n, ...), each rank's tokens."""
-    x = x_N.unflatten(0, (num_rows, 2 * num_ranks, -1))
-    early, late = x[:, :num_ranks], x[:, num_ranks:].flip(1)
-    return torch.stack([early, late], dim=2).transpose(0, 1).flatten(1, 3)
+    order, inverse = _orders(chunks_BRk)
+    x = _Reorder.apply(x_N.unflatten(0, (order.numel(), -1)), order, inverse)
+    return x.unflatten(0, (chunks_BRk.shape[1], -1)).flatten(1, 2)
 
 
-def in_order(x_Rn: Tensor, num_rows: int) -> Tensor:
+def in_order(x_Rn: Tensor, chunks_BRk: Tensor) -> Tensor:
     """(R, n, ...), each rank's tokens -> (N, ...) tokens in order."""
-    x = x_Rn.unflatten(1, (num_rows, 2, -1)).transpose(0, 1)  # B, R, 2, C
-    return torch.cat([x[:, :, 0], x[:, :, 1].flip(1)], dim=1).flatten(0, 2)
+    order, inverse = _orders(chunks_BRk)
+    x = x_Rn.unflatten(1, (order.numel() // x_Rn.shape[0], -1)).flatten(0, 1)
+    return _Reorder.apply(x, inverse, order).flatten(0, 1)
+
+
+def _orders(chunks_BRk: Tensor) -> tuple[Tensor, Tensor]:
+    """Which of all chunks comes where when each rank's lie together, and the inverse."""
+    B, R, k = chunks_BRk.shape
+    rows = torch.arange(B, device=chunks_BRk.device)[:, None, None] * (R * k)
+    order = (chunks_BRk + rows).transpose(0, 1).flatten()
+    return order, order.argsort()
+
+
+class _Reorder(torch.autograd.Function):
+    """x[order], whose gradient is grad[inverse]: a gather each way, without atomic sums."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse.to(x.device))
+        return x.index_select(0, order.to(x.device))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None

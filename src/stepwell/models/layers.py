@@ -21,13 +21,14 @@ from stepwell.models.fp8 import Fp8, fp8_linear
 
 
 class ContextRanks(NamedTuple):
-    """The ranks that divide the rows' tokens among them, zig-zag. method: "ring" or "ulysses".
-    borders: of the documents in all tokens of the num_rows full rows, on the CPU."""
+    """The ranks that divide the rows' tokens among them. method: "ring" or "ulysses". borders: of
+    the documents in all tokens of the full rows; chunks (rows, ranks, k): the parts of each row
+    that each rank has. Both are on the CPU."""
 
     group: dist.ProcessGroup
     method: str
-    num_rows: int
     borders: Tensor
+    chunks: Tensor
 
 
 class Context(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention of some queries to some keys with its log-sum-exp, for results that are merged.
 
-n queries, m keys, H query heads, K key/value heads, E head_dim. Tiles (`models.zigzag.Tile`) say
+n queries, m keys, H query heads, K key/value heads, E head_dim. Tiles (`models.shares.Tile`) say
 which queries meet which keys. The backward pass takes the output and the log-sum-exp over *all*
 keys and gives this tile's share of the gradients (FlashAttention-2, 2307.08691, algorithm 2).
 """
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stepwell.models.zigzag import Tile
+from stepwell.models.shares import Tile
 
 Index = slice | Tensor
 

@@ -23,6 +23,7 @@ from stepwell.models.decode import DecodeWeights
 from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
 from stepwell.parallel.apply import parallelize
 from stepwell.parallel.context import context_ranks, gather_tokens, local_tokens
+from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.lever_rules import check_host
@@ -237,8 +238,9 @@ class Engine:
 
     def shadow(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
         """How far the gradients at hand are from those of the same batch without fp8: `compare`'s
-        numbers. Between forward_backward and optim_step; changes nothing, but holds the gradients
-        twice meanwhile."""
+        numbers, among the weights of layers in 8 bits (all, if there are none). Between
+        forward_backward and optim_step; changes nothing, but holds the gradients twice meanwhile.
+        """
         if self._last_loss is None:
             raise TrainingError("shadow() needs forward_backward() before it")
         named, before = dict(self.named_parameters()), self._last_loss
@@ -254,7 +256,8 @@ class Engine:
             self._last_loss = before
             for name, parameter in named.items():
                 parameter.grad = gradients[name]
-        return compare(gradients, wanted, self.mesh)
+        layers = [f"{name}.weight" for name in fp8_linears(self.run, self.mesh.sizes.tp)]
+        return compare(gradients, wanted, self.mesh, set(layers or named))
 
     # --- scoring and sampling ----------------------------------------------------------------
 
@@ -269,7 +272,7 @@ class Engine:
         def score(piece: Decoder, inputs: Tensor | None, i: int) -> Any:
             outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs)
             if piece.piece.last:
-                parts[i] = gather_tokens(outputs.logprobs_BT.float(), self.mesh)
+                parts[i] = gather_tokens(outputs.logprobs_BT.float(), micro_batches[i], self.mesh)
             return outputs
 
         if self.pipeline is not None:
@@ -300,7 +303,7 @@ class Engine:
                 self.run.model, dict(self.iter_state()), DTYPES[self.run.precision.compute]
             )
             self._decode_weights = (self.updates, packed)
-        return sampler.generate(
+        completions = sampler.generate(
             self._decode_weights[1],
             requests,
             sampling,
@@ -308,6 +311,8 @@ class Engine:
             num_slots=num_slots,
             policy_version=self.updates,
         )
+        # Each rank of a pipeline has sampled the same, but for the last digits of its device.
+        return self.pipeline.object_from_last(completions) if self.pipeline else completions
 
     # --- state -------------------------------------------------------------------------------
 

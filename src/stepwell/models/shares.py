@@ -1,8 +1,7 @@
-"""How a row's tokens are divided among context ranks, and which of them see each other. No torch.
+"""How rows' tokens are divided among context ranks, and which of them see each other. No torch.
 
-R ranks, B rows of T tokens. A row is cut into 2R chunks of C tokens; rank r has chunks r and
-2R-1-r, one early and one late, so that causal attention costs every rank the same (Llama 3,
-2407.21783). A rank's tokens lie row by row, in each row the early chunk before the late one.
+R ranks, B rows of T tokens, cut into chunks of C tokens. Each rank has k chunks of every row, in
+order, row by row.
 """
 
 from __future__ import annotations
@@ -11,10 +10,53 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+Chunks = Sequence[Sequence[Sequence[int]]]
 
-def chunks(rank: int, num_ranks: int) -> tuple[int, int]:
-    """The chunks of a row that `rank` has, in order."""
-    return rank, 2 * num_ranks - 1 - rank
+BALANCED = 1.05
+SMALLEST_CHUNK = 128
+
+
+def deal(
+    borders: Sequence[int], num_rows: int, num_ranks: int, smallest: int = SMALLEST_CHUNK
+) -> Chunks:
+    """The numbers of the chunks that each rank has of each row, (B, R, k), such that causal
+    attention within the documents costs all ranks about the same.
+
+    The dearest chunk goes to the rank with the least work until all have k. Where a document fills
+    the row that is zig-zag: an early chunk with a late one (Llama 3, 2407.21783). k is 2, or 4 or 8
+    where the documents make coarser chunks too uneven, and their tokens stay at least `smallest`.
+    T must divide by 2R.
+    """
+    length = borders[-1] // num_rows
+    found: list[tuple[float, int, Chunks]] = []
+    for k in (2, 4, 8):
+        size, rest = divmod(length, k * num_ranks)
+        if rest or (k > 2 and size < smallest):
+            break
+        found.append(_deal(borders, num_rows, num_ranks, k))
+        if found[-1][0] <= BALANCED:
+            break
+    return min(found)[2]
+
+
+def _deal(
+    borders: Sequence[int], num_rows: int, num_ranks: int, k: int
+) -> tuple[float, int, Chunks]:
+    """(the dearest rank's work over the mean, k, chunks)."""
+    size = borders[-1] // (num_rows * num_ranks * k)
+    work, rows = [0] * num_ranks, []
+    for row in range(num_rows):
+        first = row * num_ranks * k
+        costs = [_cost(borders, (first + c) * size, size, 0) for c in range(num_ranks * k)]
+        hands: list[list[int]] = [[] for _ in range(num_ranks)]
+        for chunk in sorted(range(num_ranks * k), key=lambda c: -costs[c]):
+            rank = min(
+                (rank for rank in range(num_ranks) if len(hands[rank]) < k), key=lambda r: work[r]
+            )
+            hands[rank].append(chunk)
+            work[rank] += costs[chunk]
+        rows.append(tuple(tuple(sorted(hand)) for hand in hands))
+    return max(work) * num_ranks / sum(work), k, tuple(rows)
 
 
 class Tile(NamedTuple):
@@ -51,29 +93,34 @@ class Tile(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """borders: of the documents in the B*T tokens of all rows, which no document crosses. window: a
-    token sees itself and the window - 1 tokens before it; 0 is no bound."""
+    """borders: of the documents in the B*T tokens of all rows, which no document crosses. chunks:
+    (B, R, k), as `deal` gives them. window: a token sees itself and the window - 1 tokens before
+    it; 0 is no bound."""
 
     borders: Sequence[int]
-    num_rows: int
-    num_ranks: int
+    chunks: Chunks
     window: int = 0
 
     @property
-    def chunk(self) -> int:
+    def num_ranks(self) -> int:
+        return len(self.chunks[0])
+
+    @property
+    def size(self) -> int:
         """C."""
-        return self.borders[-1] // (self.num_rows * 2 * self.num_ranks)
+        return self.borders[-1] // (len(self.chunks) * sum(map(len, self.chunks[0])))
 
     def tiles(self, query_rank: int, key_rank: int) -> list[Tile]:
         """What must be computed where `query_rank`'s queries meet `key_rank`'s keys. A query is in
         several tiles if it sees several parts of the keys; tiles in which nothing is seen are left
         out, and each query of a tile sees at least one key of it."""
         found: list[Tile] = []
-        for row in range(self.num_rows):
+        for row, hands in enumerate(self.chunks):
             tiles: list[Tile] = []
-            for half, late in enumerate(chunks(query_rank, self.num_ranks)):
-                for other, early in enumerate(chunks(key_rank, self.num_ranks)):
-                    place = (2 * row + half) * self.chunk, (2 * row + other) * self.chunk
+            for i, late in enumerate(hands[query_rank]):
+                for j, early in enumerate(hands[key_rank]):
+                    k = len(hands[query_rank])
+                    place = (row * k + i) * self.size, (row * k + j) * self.size
                     if late == early:
                         tiles += self._within(row, late, place[0])
                     elif late > early:
@@ -81,13 +128,23 @@ class Shares(NamedTuple):
             found += _joined(tiles)
         return found
 
+    def visible_pairs(self) -> list[int]:
+        """For each rank how many (query, key) pairs its queries see: what its attention costs."""
+        counts = [0] * self.num_ranks
+        for row, hands in enumerate(self.chunks):
+            for rank, hand in enumerate(hands):
+                for chunk in hand:
+                    start = self._first_token(row, chunk)
+                    counts[rank] += _cost(self.borders, start, self.size, self.window)
+        return counts
+
     def _first_token(self, row: int, chunk: int) -> int:
-        return (row * 2 * self.num_ranks + chunk) * self.chunk
+        return (row * sum(map(len, self.chunks[0])) + chunk) * self.size
 
     def _within(self, row: int, chunk: int, place: int) -> Iterator[Tile]:
         """Each document's part of one chunk sees itself."""
         start = self._first_token(row, chunk)
-        stop, document = start + self.chunk, bisect_right(self.borders, start) - 1
+        stop, document = start + self.size, bisect_right(self.borders, start) - 1
         while start < stop:
             document += 1
             length = min(self.borders[document], stop) - start
@@ -99,8 +156,8 @@ class Shares(NamedTuple):
         """The one document that may reach from chunk `early` into chunk `late`."""
         start, key_stop = self._first_token(row, late), self._first_token(row, early + 1)
         document = bisect_right(self.borders, start) - 1
-        num_queries = min(self.borders[document + 1] - start, self.chunk)
-        num_keys = min(key_stop - self.borders[document], self.chunk)
+        num_queries = min(self.borders[document + 1] - start, self.size)
+        num_keys = min(key_stop - self.borders[document], self.size)
         between = start - key_stop
         if self.window:
             num_queries = min(num_queries, self.window - 1 - between)
@@ -111,7 +168,7 @@ class Shares(NamedTuple):
         reach = gap + num_queries - 1  # of the last query to the first key
         masked = self.window and reach >= self.window
         yield Tile(
-            query, num_queries, key + self.chunk - num_keys, num_keys, gap if masked else None
+            query, num_queries, key + self.size - num_keys, num_keys, gap if masked else None
         )
 
 
@@ -129,26 +186,6 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
         else:
             joined.append(tile)
     return joined
-
-
-def visible_pairs(
-    borders: Sequence[int],
-    num_rows: int,
-    parts: Sequence[Sequence[int]],
-    window: int = 0,
-) -> list[int]:
-    """For each rank how many (query, key) pairs its queries see: what its attention costs.
-
-    parts: each rank's chunks of a row that is cut into as many equal chunks as are dealt; zig-zag
-    is `[chunks(r, R) for r in range(R)]`, one stretch for each rank `[[r] for r in range(R)]`.
-    """
-    num_chunks = sum(len(part) for part in parts)
-    size = borders[-1] // (num_rows * num_chunks)
-    costs = [
-        [_cost(borders, (row * num_chunks + c) * size, size, window) for c in range(num_chunks)]
-        for row in range(num_rows)
-    ]
-    return [sum(row[c] for row in costs for c in part) for part in parts]
 
 
 def _cost(borders: Sequence[int], start: int, size: int, window: int) -> int:
