@@ -30,24 +30,27 @@ def test_numbers_are_those_of_their_definition():
     names = ["embed.weight", "blocks.0.attn.wq.weight", "blocks.1.attn.wq.weight"]
     wanted = {name: torch.randn(3, 4, dtype=torch.float64) for name in names}
     found = {name: value + 0.1 * torch.randn(3, 4) for name, value in wanted.items()}
-    numbers = compare(found, wanted, alone())
-    a, b = (torch.cat([v.flatten() for v in x.values()]) for x in (found, wanted))
+    numbers = compare(found, wanted, alone(), names[1:])
+    a, b = (torch.cat([x[n].flatten() for n in names[1:]]) for x in (found, wanted))
     assert numbers[DIFFERENCE] == pytest.approx(((a - b).norm() / b.norm()).item())
     assert numbers[COSINE] == pytest.approx(torch.cosine_similarity(a, b, dim=0).item())
-    a, b = (torch.cat([x[n].flatten() for n in names[1:]]) for x in (found, wanted))
-    assert numbers[f"{DIFFERENCE}.attn.wq"] == pytest.approx(((a - b).norm() / b.norm()).item())
+    assert numbers[f"{DIFFERENCE}.attn.wq"] == numbers[DIFFERENCE]
+    a, b = (x["embed.weight"] for x in (found, wanted))
+    assert numbers[f"{DIFFERENCE}.embed"] == pytest.approx(((a - b).norm() / b.norm()).item())
     assert set(numbers) == {DIFFERENCE, COSINE, f"{DIFFERENCE}.embed", f"{DIFFERENCE}.attn.wq"}
 
 
 def test_equal_gradients_differ_by_nothing_and_nan_is_shown():
     gradients = {"norm.weight": torch.ones(4), "embed.weight": torch.ones(2, 4)}
-    numbers = compare(gradients, gradients, alone())
+    numbers = compare(gradients, gradients, alone(), gradients)
     assert numbers[DIFFERENCE] == 0
     assert numbers[COSINE] == 1
-    broken = compare(gradients | {"norm.weight": torch.full((4,), math.nan)}, gradients, alone())
+    nan = gradients | {"norm.weight": torch.full((4,), math.nan)}
+    broken = compare(nan, gradients, alone(), gradients)
     assert math.isnan(broken[DIFFERENCE])
     assert worst(broken) == "norm"
-    assert compare({"norm.weight": None}, {"norm.weight": torch.ones(4)}, alone())[DIFFERENCE] == 0
+    none = {"norm.weight": None}
+    assert compare(none, gradients, alone(), gradients)[DIFFERENCE] == 0
 
 
 def test_every_parameter_has_a_group():

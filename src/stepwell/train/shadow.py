@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,21 @@ def kind_of(name: str) -> str:
 
 @torch.no_grad()
 def compare(
-    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], mesh: Mesh
+    found: Mapping[str, Tensor | None],
+    wanted: Mapping[str, Tensor | None],
+    mesh: Mesh,
+    among: Collection[str],
 ) -> dict[str, float]:
-    """|found - wanted| / |wanted| and the cosine over all gradients, and the first of each group
-    of layers (`precision/shadow_difference.attn.wq`); the same on every rank.
+    """|found - wanted| / |wanted| and the cosine over the gradients of `among` together, and the
+    first of each group of layers (`precision/shadow_difference.attn.wq`); the same on every rank.
 
-    Parameters without a gradient are left out. NaN where something is not finite, 0 / 0 is 0.
+    among: the weights in question. The others' gradients, of the embedding and the head above all,
+    are often so much larger that the loss of all these would not be seen. Parameters without a
+    gradient are left out. NaN where something is not finite, 0 / 0 is 0.
     """
     kinds = sorted({kind_of(pattern) for pattern in AXES})
-    squares_K3 = torch.zeros(len(kinds), 3, dtype=torch.float64)
+    # The last row is that of `among`.
+    squares_K3 = torch.zeros(len(kinds) + 1, 3, dtype=torch.float64)
     by_groups: dict[tuple[dist.ProcessGroup, ...], Tensor] = {}
     for name, got in found.items():
         want = wanted[name]
@@ -41,13 +47,16 @@ def compare(
         got, groups = local_and_groups(got)
         want, _ = local_and_groups(want)
         row_K3 = by_groups.setdefault(groups, torch.zeros_like(squares_K3))
-        row_K3[kinds.index(kind_of(name))] += _squares(got, want)
+        squares_3 = _squares(got, want)
+        row_K3[kinds.index(kind_of(name))] += squares_3
+        if name in among:
+            row_K3[-1] += squares_3
     for groups, part_K3 in by_groups.items():
         squares_K3 += _all_reduced(part_K3, groups, mesh)
     if mesh.pp_group is not None:
         squares_K3 = _all_reduced(squares_K3, (mesh.pp_group,), mesh)
-    numbers = {DIFFERENCE: _difference(squares_K3.sum(0)), COSINE: _cosine(squares_K3.sum(0))}
-    for kind, row_3 in zip(kinds, squares_K3, strict=True):
+    numbers = {DIFFERENCE: _difference(squares_K3[-1]), COSINE: _cosine(squares_K3[-1])}
+    for kind, row_3 in zip(kinds, squares_K3[:-1], strict=True):
         if row_3[1:].any():
             numbers[f"{DIFFERENCE}.{kind}"] = _difference(row_3)
     return numbers
