@@ -6,15 +6,18 @@ import torch
 
 from stepwell.config import ModelConfig, Run
 from stepwell.data.batch import Batch
+from stepwell.data.loader import rank_rows
 from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
+from stepwell.models.activations import saved_per_layer
 from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.parallel.mesh import init_distributed
 from stepwell.plan.memory import (
     kv_cache_bytes_per_token,
     logits_bytes,
     method_bytes_per_parameter,
     nf4_bytes_per_parameter,
     predict_memory,
-    saved_per_layer,
+    predict_rank,
     state_bytes_per_parameter,
     zero_bytes_per_parameter,
     zero_volume_in_parameters,
@@ -22,6 +25,8 @@ from stepwell.plan.memory import (
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
 from stepwell.types import ConfigError
+from tests.oracle import base_run, global_batch
+from tests.parallel.ranks import run_ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -171,6 +176,27 @@ def test_an_engine_step_is_predicted_within_10_percent(name):
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
+REMAT = {
+    "full": {"mode": "full"},
+    "every": {"mode": "every"},
+    "sqrt": {"mode": "sqrt"},
+    "selective": {"mode": "selective"},
+    "budget": {"mode": "budget", "budget_bytes": 25 * 2**20},
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "compute"), [*((mode, "bf16") for mode in REMAT), ("full", "fp32"), ("sqrt", "fp32")]
+)
+def test_recomputation_is_predicted_within_10_percent(mode, compute):
+    plain = run_of(rows=8, num_layers=6, vocab_size=512, num_kv_heads=4, d_ff=512, compute=compute)
+    run = Run.parse({**plain.model_dump(exclude_none=True), "remat": REMAT[mode]})
+    ledger = predict_memory(run)
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert ledger.peak_bytes < predict_memory(plain).peak_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "many activations", "several chunks kept"])
 def test_a_compiled_engine_step_is_predicted_within_10_percent(name):
@@ -232,6 +258,57 @@ def test_sharding_divides_the_state():
     difference = predict_memory(kept, 4).items.working_copies - four.items.working_copies
     block = sum(p.numel() for p in Decoder(run.model).blocks["0"].parameters())
     assert difference == 2 * 2 * block  # two more blocks in bf16
+
+
+LAYOUTS = {
+    "zero 0": {"layout.zero": 0},
+    "zero 1": {"layout.zero": 1, "optim.kind": "muon"},
+    "zero 2": {"layout.zero": 2},
+    "zero 3": {"model.tied": False},
+    "tensor": {"layout.tp": 2},
+    "tensor, one key head": {"layout.tp": 2, "model.num_kv_heads": 1, "model.tied": False},
+    "context": {"layout.cp": 2},
+    "pipeline": {"layout.pp": 2, "layout.pp_layers": (3, 1)},
+    "pipeline, interleaved": {
+        "layout.pp": 2,
+        "layout.pp_schedule": "interleaved-1f1b",
+        "layout.pp_stages_per_rank": 2,
+        "model.tied": False,
+    },
+    "optimiser on the host": {"offload.optimizer": True},
+}
+
+
+def layout_run(**overrides):
+    odd = {"model.num_layers": 4, "model.d_ff": 26, "model.vocab_size": 62}
+    return base_run(**{**odd, "train.micro_batch_rows": 2, **overrides})
+
+
+def state_of_ranks(runs):
+    """This rank's bytes of weights, gradients after a backward pass and moments, of each run."""
+    found = []
+    for run in runs:
+        mesh = init_distributed(run.layout)
+        engine, batch = Engine(run, mesh=mesh), global_batch()
+        share = rank_rows(batch.num_rows, mesh.data_rank, mesh.data_world)
+        engine.forward_backward(batch.rows(share.start, share.stop), cross_entropy(run.loss))
+        parameters = [p for piece in engine.pieces for p in piece.parameters()]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        moments = [m for m in engine.optimizer.state_dict().values() if m.dim()]
+        sizes = [live_tensor_bytes(part) for part in (parameters, gradients, moments)]
+        found.append((mesh.place.pp, *sizes))
+    return found
+
+
+def test_state_of_real_ranks_is_exact():
+    runs = [layout_run(**overrides) for overrides in LAYOUTS.values()]
+    for results in run_ranks(state_of_ranks, 2, runs):
+        for name, run, (stage, *measured) in zip(LAYOUTS, runs, results, strict=True):
+            ledger = predict_rank(run, 2, stage)
+            items = ledger.items
+            predicted = [items.parameters, ledger.gradient_bytes, items.optimizer]
+            predicted[2] += ledger.host.get("optimizer", 0) // 2  # two of the four copies there
+            assert predicted == measured, name
 
 
 def test_muon_keeps_one_moment_of_hidden_matrices():

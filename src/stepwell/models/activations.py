@@ -1,8 +1,8 @@
 """What blocks keep for the backward pass, in closed form. No torch.
 
-N tokens of a micro-batch, D d_model, H heads, K key/value heads, E head_dim, F d_ff.
+N tokens of a micro-batch on a rank, D d_model, H heads, K key/value heads, E head_dim, F d_ff.
 `a` is the size of the compute dtype, `w` of the wide one (at least float32) that norms are computed
-in.
+in. tp: ranks that divide heads and F, and between the products the tokens.
 """
 
 from __future__ import annotations
@@ -26,54 +26,76 @@ class Segment(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """What one block holds until its backward pass, for each `Keep`."""
+    """What one block holds until its backward pass, for each `Keep`; unneeded: the part of
+    `products` that its backward pass does not use."""
 
     all: int
     products: int
     input: int
+    unneeded: int = 0
 
 
 def block_bytes(
-    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False
+    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False, tp: int = 1
 ) -> BlockBytes:
     return BlockBytes(
-        all=saved_per_layer(cfg, num_tokens, a, w, compiled),
-        products=_kept_products(cfg, num_tokens, a, w),
-        input=a * num_tokens * cfg.d_model,
+        all=saved_per_layer(cfg, num_tokens, a, w, compiled, tp),
+        products=_kept_products(cfg, num_tokens, a, w, tp),
+        input=a * num_tokens * cfg.d_model // tp,
+        unneeded=_written(cfg, num_tokens, a, tp),
     )
 
 
 def saved_per_layer(
-    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False
+    cfg: ModelConfig,
+    num_tokens: int,
+    a: int = 2,
+    w: int = 4,
+    compiled: bool = False,
+    tp: int = 1,
 ) -> int:
     """Bytes that one block keeps for its backward pass, besides its weights.
 
-    Norms: the input and 1/rms. Projections: their input. Attention: q, k, v, the output (which is
-    also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up and their product; compiled,
-    silu(gate) is computed again.
+    Norms: the input and 1/rms. Projections: their input, which tensor ranks have gathered.
+    Attention: q, k, v, the output (which is also wo's input) and the log-sum-exp. SwiGLU: gate,
+    silu(gate), up and their product; compiled, silu(gate) is computed again.
     """
-    N, D, F = num_tokens, cfg.d_model, cfg.d_ff
-    query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
-    heads = N * (cfg.num_heads + cfg.num_kv_heads)
-    attention = a * (2 * query + 2 * keyvalue) + w * N * cfg.num_heads
-    norms = 2 * _saved_by_norm(N * D, N, a, w) + 2 * a * N * D
-    qk_norms = _saved_by_norm(query + keyvalue, heads, a, w) if cfg.qk_norm else 0
+    N, D, F = num_tokens, cfg.d_model, cfg.d_ff // tp
+    heads, kv_heads = local_heads(cfg, tp)
+    query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
+    attention = a * (2 * query + 2 * keyvalue) + w * N * heads
+    norms = 2 * _saved_by_norm(N * D, N, a, w) // tp + 2 * a * N * D
+    qk_norms = _saved_by_norm(query + keyvalue, N * (heads + kv_heads), a, w) if cfg.qk_norm else 0
     return norms + attention + qk_norms + (3 if compiled else 4) * a * N * F
 
 
-def _kept_products(cfg: ModelConfig, num_tokens: int, a: int, w: int) -> int:
-    """The input; q, k, v, the outputs of attention and of wo; the log-sum-exp; gate, up and down
-    (which is kept without need: an operator cannot tell)."""
-    N, D, F = num_tokens, cfg.d_model, cfg.d_ff
-    query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
-    attention = a * (2 * query + 2 * keyvalue) + w * N * cfg.num_heads
-    return attention + a * (3 * N * D + 2 * N * F)
+def _kept_products(cfg: ModelConfig, num_tokens: int, a: int, w: int, tp: int) -> int:
+    """The input; q, k, v, the output of attention and the log-sum-exp; gate and up; what wo and
+    w_down write."""
+    N, D, F = num_tokens, cfg.d_model, cfg.d_ff // tp
+    heads, kv_heads = local_heads(cfg, tp)
+    query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
+    attention = a * (2 * query + 2 * keyvalue) + w * N * heads
+    return attention + a * (N * D // tp + 2 * N * F) + 2 * _written(cfg, N, a, tp)
 
 
-def root_bytes(cfg: ModelConfig, num_tokens: int, a: int, w: int) -> int:
-    """Saved around the blocks: by the last norm, the hidden states, cos and sin."""
+def _written(cfg: ModelConfig, num_tokens: int, a: int, tp: int) -> int:
+    """A product that is added to the residual stream; with tensor ranks, before and after their
+    sum."""
+    whole = a * num_tokens * cfg.d_model
+    return whole if tp == 1 else whole + whole // tp
+
+
+def local_heads(cfg: ModelConfig, tp: int) -> tuple[int, int]:
+    """Query and key/value heads of a tensor rank, which has one at least."""
+    return cfg.num_heads // tp, max(1, cfg.num_kv_heads // tp)
+
+
+def root_bytes(cfg: ModelConfig, num_tokens: int, a: int, w: int, tp: int = 1) -> int:
+    """Saved around the blocks: by the last norm, the hidden states (gathered for the head), cos and
+    sin."""
     N, D = num_tokens, cfg.d_model
-    return _saved_by_norm(N * D, N, a, w) + a * N * D + 4 * N * cfg.head_dim
+    return _saved_by_norm(N * D, N, a, w) // tp + a * N * D + 4 * N * cfg.head_dim
 
 
 def _saved_by_norm(num_elements: int, num_rows: int, a: int, w: int) -> int:
@@ -82,22 +104,24 @@ def _saved_by_norm(num_elements: int, num_rows: int, a: int, w: int) -> int:
 
 def held(segments: Sequence[Segment], block: BlockBytes) -> int:
     """Bytes that wait for the backward pass when the forward pass through `segments` is over."""
-    return sum(_held(segment, block) for segment in segments)
+    return sum(
+        block.input if keep == "input" else (stop - start) * getattr(block, keep)
+        for start, stop, keep in segments
+    )
+
+
+def at_block(segments: Sequence[Segment], block: BlockBytes, number: int) -> int:
+    """Bytes held when the backward pass of block `number` begins: those before it still wait, and
+    what its segment did not keep has been computed again."""
+    for i, (start, stop, keep) in enumerate(segments):
+        if start <= number < stop:
+            own = (number - start + 1) * block.all
+            return held(segments[:i], block) + own + (block.unneeded if keep == "products" else 0)
+    raise ValueError(f"block {number} is in none of {segments}")
 
 
 def peak(segments: Sequence[Segment], block: BlockBytes, root: int = 0) -> int:
-    """The most that is held at once: at the end of the forward pass (with `root`), or when the
-    backward pass has just computed a segment again, the ones before it still waiting."""
-    highest, before = held(segments, block) + root, 0
-    for start, stop, keep in segments:
-        own = _held(Segment(start, stop, keep), block)
-        whole = (stop - start) * block.all
-        # Computed again, a block's input is the one that was kept.
-        highest = max(highest, before + whole)
-        before += own
-    return highest
-
-
-def _held(segment: Segment, block: BlockBytes) -> int:
-    start, stop, keep = segment
-    return block.input if keep == "input" else (stop - start) * getattr(block, keep)
+    """The most that is held at once: at the end of the forward pass (with `root`), or where a
+    segment has just been computed again."""
+    ends = [at_block(segments, block, stop - 1) for _, stop, _ in segments]
+    return max([held(segments, block) + root, *ends])

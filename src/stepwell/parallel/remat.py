@@ -56,8 +56,9 @@ def within_budget(run: Run, sizes: AxisSizes, start: int, stop: int) -> tuple[Se
     """
     a, w = dtype_bytes(run.precision)
     num_tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
-    block = block_bytes(run.model, num_tokens, a, w, run.layout.compile)
-    root = root_bytes(run.model, num_tokens, a, w) if stop == run.model.num_layers else 0
+    block = block_bytes(run.model, num_tokens, a, w, run.layout.compile, sizes.tp)
+    last = stop == run.model.num_layers
+    root = root_bytes(run.model, num_tokens, a, w, sizes.tp) if last else 0
     budget, smallest = run.remat.budget_bytes or 0, None
     for choice in choices(start, stop):
         needed = peak(choice, block, root)

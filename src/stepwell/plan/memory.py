@@ -1,23 +1,22 @@
 """What a run will hold in memory, item by item, before it starts. No torch.
 
-N tokens of a micro-batch, D d_model, H heads, K key/value heads, E head_dim, F d_ff, V vocabulary,
-C tokens of a loss chunk. `a` is the size of the compute dtype, `w` of the wide one (at least
-float32) that norms and the loss are computed in.
+Letters as in `plan/sizes.py`, which has the bytes of the pieces; here is when they are there.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from math import prod
+import os
+from dataclasses import dataclass, field, fields
 
 from stepwell.config import ModelConfig, Run
-from stepwell.models.flops import parameter_shapes
+from stepwell.models.activations import at_block, held
+from stepwell.parallel.lever_rules import host_bytes
 from stepwell.parallel.rules import axis_sizes
+from stepwell.plan.shards import num_shards
+from stepwell.plan.sizes import Sizes
 from stepwell.types import ConfigError
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-KEEP_LOGITS_BYTES = 256 * 2**20
-LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
+OFFLOAD_WINDOW = 16  # tensors on their way (parallel.offload)
 
 
 # --- closed forms ----------------------------------------------------------------------------
@@ -104,14 +103,19 @@ class MemoryItems:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """items: at the step's worst moment, which is in `phase`. activations_per_layer_bytes: what
-    one block saves for its backward pass. by_phase: the total at the worst moment of each phase.
-    Bytes on one device; the engine's state between steps is parameters and optimizer."""
+    """items: at the step's worst moment, which is in `phase`, on the pipeline rank that needs the
+    most. activations_per_layer_bytes: what one block saves for its backward pass (the mean, where
+    blocks differ). by_phase: the total at the worst moment of each phase. gradient_bytes: of all
+    gradients when a step begins. host: bytes of a rank on its host, by what is offloaded. Bytes on
+    one device; the engine's state between steps is parameters and optimizer."""
 
     phase: str
     items: MemoryItems
     activations_per_layer_bytes: int
     by_phase: dict[str, int]
+    gradient_bytes: int = 0
+    pp_rank: int = 0
+    host: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -127,250 +131,186 @@ def predict_memory(run: Run, world: int = 1) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
     micro_batch_rows full rows with a loss on every token.
 
-    Sampling's KV
-    cache, the data, the allocator's fragmentation and the libraries' own memory are not in it.
-    Raises ConfigError when the ranks cannot be laid out.
+    Sampling's KV cache, the data, the allocator's fragmentation and the libraries' own memory are
+    not in it. Raises ConfigError when the ranks cannot be laid out.
     """
-    shard = axis_sizes(run.layout, world).dp_shard
-    sizes = _Sizes.of(run)
-    phases = {
-        "forward": _forward(run, sizes, shard),
-        "loss": _loss(run, sizes, shard),
-        "backward": _worst([_backward(run, sizes, shard, i) for i in range(sizes.num_layers)]),
-        "embedding": _embedding(run, sizes, shard),
-        "optimizer": _optimizer(run, sizes, shard),
-    }
+    axes = axis_sizes(run.layout, world)
+    ledgers = [predict_rank(run, world, pp_rank) for pp_rank in range(axes.pp)]
+    return max(ledgers, key=lambda ledger: ledger.peak_bytes)
+
+
+def predict_rank(run: Run, world: int, pp_rank: int) -> MemoryLedger:
+    """`predict_memory` of one rank of the pipeline."""
+    axes = axis_sizes(run.layout, world)
+    s = Sizes.of(run, axes, pp_rank, grouped=world > 1)
+    blocks = [number for start, stop, _ in s.segments for number in range(start, stop)]
+    phases = {"forward": _forward(s), "optimizer": _optimizer(s)}
+    if s.head:
+        phases["loss"] = _loss(s)
+    if blocks:
+        phases["backward"] = _worst([_backward(s, number, blocks) for number in blocks])
+    if s.embedding:
+        phases["embedding"] = _embedding(s)
     worst = max(phases, key=lambda name: phases[name].total)
     return MemoryLedger(
         phase=worst,
         items=phases[worst],
-        activations_per_layer_bytes=sizes.saved_per_layer,
+        activations_per_layer_bytes=held(s.segments, s.saved) // max(len(blocks), 1),
         by_phase={name: items.total for name, items in phases.items()},
+        gradient_bytes=phases["optimizer"].gradients,
+        pp_rank=pp_rank,
+        host=host_bytes(run, axes),
     )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of the pieces, unsharded. a: compute, w: wide, p: parameter dtype."""
-
-    num_layers: int
-    num_tokens: int
-    a: int
-    w: int
-    p: int
-    block_parameters: int
-    block_matrices: int
-    root_parameters: int
-    embedding: int
-    saved_per_layer: int
-    saved_by_root: int
-    block_workspace: int
-    loss_forward: int
-    loss_backward: int
-    kept_logits: int
-    head: int
-
-    @staticmethod
-    def of(run: Run) -> _Sizes:
-        cfg = run.model
-        a, p = DTYPE_BYTES[run.precision.compute], DTYPE_BYTES[run.precision.param]
-        w = max(a, 4)
-        N = run.train.micro_batch_rows * run.data.seq_len
-        shapes = parameter_shapes(cfg)
-        block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
-        compiled = run.layout.compile
-        chunk = min(run.loss.chunk_tokens, N)
-        keep = {"always": True, "never": False}.get(
-            run.loss.keep_logits, N * cfg.vocab_size * a <= KEEP_LOGITS_BYTES
-        )
-        chunk_logits = chunk * cfg.vocab_size
-        # logits that are not kept: the chunk before, too, until its name is taken
-        logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
-        piece = min(LOSS_SLICE_BYTES // 4, chunk_logits)
-        return _Sizes(
-            num_layers=cfg.num_layers,
-            num_tokens=N,
-            a=a,
-            w=w,
-            p=p,
-            block_parameters=sum(prod(s) for s in block.values()),
-            block_matrices=sum(prod(s) for s in block.values() if len(s) == 2),
-            root_parameters=sum(prod(s) for n, s in shapes.items() if n not in block)
-            - (cfg.num_layers - 1) * sum(prod(s) for s in block.values()),
-            embedding=cfg.vocab_size * cfg.d_model,
-            saved_per_layer=saved_per_layer(cfg, N, a, w, compiled),
-            saved_by_root=_saved_by_root(cfg, N, a, w),
-            block_workspace=_block_workspace(cfg, N, a, w, compiled),
-            # a slice widened, and its probabilities
-            loss_forward=logits + 2 * w * piece,
-            # a slice widened and its gradient (from logits, log-probabilities and probabilities
-            # too); or the head's gradient from one chunk, and widened where it is added up
-            loss_backward=logits
-            + max(
-                (2 if keep else 4) * w * piece,
-                cfg.vocab_size * cfg.d_model * (a + (p if a != p and chunk < N else 0)),
-            ),
-            kept_logits=N * cfg.vocab_size * a if keep else 0,
-            head=cfg.vocab_size * cfg.d_model,
-        )
+def _resting(s: Sizes) -> tuple[int, int]:
+    """Parameters and optimiser state on the device."""
+    offload, total = s.run.offload, s.total
+    if offload.parameters:
+        return 0, 0
+    return s.p * total.shard, 0 if offload.optimizer else total.optimizer_bytes
 
 
-def saved_per_layer(
-    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False
-) -> int:
-    """Bytes that one block keeps for its backward pass, besides its weights.
-
-    Norms: the input and 1/rms. Projections: their input. Attention: q, k, v, the output (which is
-    also wo's input) and the log-sum-exp. SwiGLU: gate, silu(gate), up and their product; compiled,
-    silu(gate) is computed again.
-    """
-    N, D, F = num_tokens, cfg.d_model, cfg.d_ff
-    query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
-    heads = N * (cfg.num_heads + cfg.num_kv_heads)
-    attention = a * (2 * query + 2 * keyvalue) + w * N * cfg.num_heads
-    norms = 2 * _saved_by_norm(N * D, N, a, w) + 2 * a * N * D
-    qk_norms = _saved_by_norm(query + keyvalue, heads, a, w) if cfg.qk_norm else 0
-    return norms + attention + qk_norms + (3 if compiled else 4) * a * N * F
+def _accumulates(s: Sizes) -> bool:
+    """Whether gradients of an earlier micro-batch are there."""
+    return s.num_micro_batches > 1
 
 
-def _saved_by_norm(num_elements: int, num_rows: int, a: int, w: int) -> int:
-    return a * num_elements + w * num_rows
-
-
-def _saved_by_root(cfg: ModelConfig, N: int, a: int, w: int) -> int:
-    """The last norm, the hidden states, cos and sin, and four numbers a token of the loss."""
-    return _saved_by_norm(N * cfg.d_model, N, a, w) + a * N * cfg.d_model + N * cfg.head_dim * 4
-
-
-def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool) -> int:
-    """The most that a block's backward pass holds besides what was saved: the gradient of the
-    residual stream, and either SwiGLU's gradients (three, but the product is gone by then),
-    attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones, which
-    compiled code does not hold."""
-    query, keyvalue = N * cfg.num_heads * cfg.head_dim, N * cfg.num_kv_heads * cfg.head_dim
-    residual = a * N * cfg.d_model
-    swiglu = 2 * a * N * cfg.d_ff
-    attention = a * (query + 2 * (query + 2 * keyvalue))
-    norm = 0 if compiled else (4 if a < w else 3) * w * N * cfg.d_model
-    return residual + max(swiglu, attention, norm)
-
-
-def _resting(run: Run, sizes: _Sizes, shard: int) -> tuple[int, int]:
-    """Parameters and optimiser state of one rank."""
-    total = sizes.root_parameters + sizes.num_layers * sizes.block_parameters
-    moments = 2 * total
-    if run.optim.kind == "muon":
-        moments -= sizes.num_layers * sizes.block_matrices
-    return sizes.p * total // shard, sizes.p * moments // shard
-
-
-def _accumulates(run: Run, shard: int) -> bool:
-    """Whether a step has several micro-batches."""
-    ranks = shard * run.layout.dp_replicate
-    return run.train.global_batch_rows > ranks * run.train.micro_batch_rows
-
-
-def _gradients(run: Run, sizes: _Sizes, shard: int, num_blocks: int, root: bool) -> int:
+def _gradients(s: Sizes, num_blocks: int, root: bool) -> int:
     """Gradients that exist once `num_blocks` blocks are done: all of them from the second
-    micro-batch on, and then, under FSDP2, unsharded (they are summed over the ranks once)."""
-    done = num_blocks * sizes.block_parameters + (sizes.root_parameters if root else 0)
-    total = sizes.num_layers * sizes.block_parameters + sizes.root_parameters
-    if _accumulates(run, shard):
-        dtype_bytes = sizes.p if shard == 1 else DTYPE_BYTES[run.precision.reduce]
-        return dtype_bytes * total
-    return sizes.p * done // shard
+    micro-batch on. Under FSDP2 those wait whole, in the dtype of their sum, if they are summed once
+    a step."""
+    layout = s.run.layout
+    if s.run.optim.release_gradients:
+        return 0
+    if _accumulates(s):
+        if not s.grouped:
+            return s.p * s.total.shard
+        if s.axes.pp > 1 or not _reduces_every_micro_batch(s):
+            return s.r * s.total.whole
+        between = s.r * s.total.shard if layout.dp_replicate > 1 else 0
+        return between + (0 if s.run.offload.parameters else s.p * s.total.shard)
+    if s.run.offload.parameters:
+        return 0
+    return s.p * (num_blocks * s.block.shard + (s.root.shard if root else 0))
 
 
-def _copies(run: Run, sizes: _Sizes, shard: int, num_blocks: int, head: bool) -> int:
-    """Weights in compute dtype while `num_blocks` blocks are still needed for the backward pass.
+def _reduces_every_micro_batch(s: Sizes) -> bool:
+    reduce = s.run.layout.reduce_gradients
+    return s.run.layout.zero >= 2 if reduce == "auto" else reduce == "micro_batch"
 
-    One process casts each matrix where it is used and autograd keeps the cast. FSDP2 gathers a
-    block and prefetches the next; the root's stay.
+
+def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
+    """Weights in compute dtype.
+
+    One process casts each matrix where it is used, and autograd keeps the cast for blocks that keep
+    everything (`casts` of them). FSDP2 gathers the blocks in use and those ahead; the root's stay.
+    A pipeline's stay all between micro-batches.
     """
-    if shard == 1 and run.layout.dp_replicate == 1:
-        if sizes.a == sizes.p:
+    layout = s.run.layout
+    if not s.grouped:
+        if s.a == s.p:
             return 0
-        return sizes.a * (num_blocks * sizes.block_matrices + (sizes.head if head else 0))
-    reshards = run.layout.zero == 3 and run.layout.reshard_after_forward != "never"
-    num_blocks = min(2, sizes.num_layers) if reshards else sizes.num_layers
-    return sizes.a * (num_blocks * sizes.block_parameters + sizes.root_parameters)
+        return s.a * (casts * s.block.matrices + (s.head if head else 0))
+    reshards = layout.zero == 3 and layout.reshard_after_forward != "never" and s.axes.pp == 1
+    num_blocks = min(in_use, s.num_blocks) if reshards else s.num_blocks
+    copies = s.a * (num_blocks * s.block.whole + s.root.whole)
+    if reshards and layout.reshard_after_forward == "node":
+        on_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // s.axes.tp)
+        copies += s.a * s.num_blocks * s.block.whole // min(on_node, num_shards(s.run, s.axes))
+    return copies
 
 
-def _forward(run: Run, sizes: _Sizes, shard: int) -> MemoryItems:
+def _activations(s: Sizes, num_bytes: int) -> int:
+    """On the device, of `num_bytes` of the micro-batch at work."""
+    if s.run.offload.activations:
+        window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
+        return min(num_bytes, window)
+    return num_bytes + s.waiting
+
+
+def _forward(s: Sizes) -> MemoryItems:
     """The last chunk of the loss, all blocks saved."""
-    parameters, optimizer = _resting(run, sizes, shard)
-    accumulated = _gradients(run, sizes, shard, 0, root=False)
+    parameters, optimizer = _resting(s)
+    casts = sum(stop - start for start, stop, keep in s.segments if keep == "all")
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=accumulated,
-        working_copies=_copies(run, sizes, shard, sizes.num_layers, head=True),
-        activations=sizes.num_layers * sizes.saved_per_layer + sizes.saved_by_root,
-        logits=sizes.kept_logits,
-        workspace=sizes.loss_forward,
+        gradients=_gradients(s, 0, root=False) if _accumulates(s) else 0,
+        working_copies=_copies(s, 1 + s.run.layout.prefetch_forward, casts, head=True),
+        activations=_activations(s, held(s.segments, s.saved)) + s.saved_by_root,
+        logits=s.kept_logits,
+        workspace=s.loss_forward,
     )
 
 
-def _loss(run: Run, sizes: _Sizes, shard: int) -> MemoryItems:
+def _loss(s: Sizes) -> MemoryItems:
     """The first chunk of the loss's backward pass; the head's gradient is there."""
-    before = _forward(run, sizes, shard)
-    extra = sizes.a * sizes.num_tokens * run.model.d_model
+    before = _forward(s)
+    extra = s.a * s.num_tokens * s.run.model.d_model
     return MemoryItems(
         **{
             **before.named(),
-            "gradients": before.gradients + sizes.p * sizes.head,
-            "workspace": sizes.loss_backward + extra,
+            "gradients": before.gradients + s.p * s.head,
+            "workspace": s.loss_backward + extra,
         }
     )
 
 
-def _backward(run: Run, sizes: _Sizes, shard: int, left: int) -> MemoryItems:
-    """Inside a block's backward pass, `left` blocks still to come after it."""
-    parameters, optimizer = _resting(run, sizes, shard)
-    done = sizes.num_layers - left - 1
-    head = 0 if _accumulates(run, shard) and not run.model.tied else sizes.p * sizes.head
+def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
+    """Inside the backward pass of block `number`."""
+    run, place = s.run, blocks.index(number)
+    parameters, optimizer = _resting(s)
+    start, stop, _ = next(x for x in s.segments if x.start <= number < x.stop)
+    before = sum(b - a for a, b, kept in s.segments if kept == "all" and b <= start)
+    head = 0 if _accumulates(s) and not run.model.tied else s.p * s.head
     if run.layout.compile:  # the block's gradients appear together
-        casts = sizes.p * sizes.block_parameters
+        casts = s.p * s.block.whole
     else:
-        casts = sizes.a + (sizes.p if _accumulates(run, shard) else 0)
-        casts *= run.model.d_model * run.model.d_ff
-    if shard > 1:
-        reduce = DTYPE_BYTES[run.precision.reduce]
-        casts += (sizes.a + reduce) * sizes.block_parameters
+        casts = s.a + (s.p if _accumulates(s) else 0)
+        casts *= run.model.d_model * run.model.d_ff // s.axes.tp
+    if s.grouped:
+        casts += s.a * s.block.whole + (s.r * s.block.whole if _sharded(s) else 0)
+    if run.optim.release_gradients:
+        casts += s.p * (s.block.shard if s.grouped else run.model.d_model * run.model.d_ff)
+    in_use = max(stop - start, 1) + run.layout.prefetch_backward
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=_gradients(run, sizes, shard, done, root=False) + head,
-        working_copies=_copies(run, sizes, shard, left + 1, head=False),
-        activations=(left + 1) * sizes.saved_per_layer,
-        workspace=sizes.block_workspace + casts,
+        gradients=_gradients(s, len(blocks) - place - 1, root=False) + head,
+        working_copies=_copies(s, in_use, before + number - start + 1, head=False),
+        activations=_activations(s, at_block(s.segments, s.saved, number)),
+        workspace=s.block_workspace + casts,
     )
 
 
-def _embedding(run: Run, sizes: _Sizes, shard: int) -> MemoryItems:
+def _sharded(s: Sizes) -> bool:
+    return num_shards(s.run, s.axes) > 1
+
+
+def _embedding(s: Sizes) -> MemoryItems:
     """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
     in the first micro-batch, it becomes the parameter's gradient as it is."""
-    parameters, optimizer = _resting(run, sizes, shard)
-    dense = sizes.p * sizes.embedding
-    both = dense if run.model.tied else 0
-    stays = not run.model.tied and not _accumulates(run, shard)
+    parameters, optimizer = _resting(s)
+    tied = s.run.model.tied and s.head > 0
+    dense = s.p * s.embedding
+    stays = not tied and not _accumulates(s)
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=_gradients(run, sizes, shard, sizes.num_layers, root=not run.model.tied) + both,
-        working_copies=_copies(run, sizes, shard, 0, head=False),
-        workspace=(0 if stays else dense)
-        + (sizes.a + sizes.w) * sizes.num_tokens * run.model.d_model,
+        gradients=_gradients(s, s.num_blocks, root=not tied) + (dense if tied else 0),
+        working_copies=_copies(s, 0, 0, head=False),
+        activations=s.waiting,
+        workspace=(0 if stays else dense) + (s.a + s.w) * s.num_tokens * s.run.model.d_model,
     )
 
 
-def _optimizer(run: Run, sizes: _Sizes, shard: int) -> MemoryItems:
+def _optimizer(s: Sizes) -> MemoryItems:
     """A fused step needs nothing but the state."""
-    parameters, optimizer = _resting(run, sizes, shard)
-    total = sizes.root_parameters + sizes.num_layers * sizes.block_parameters
-    return MemoryItems(
-        parameters=parameters, optimizer=optimizer, gradients=sizes.p * total // shard
-    )
+    parameters, optimizer = _resting(s)
+    released = s.run.optim.release_gradients or s.run.offload.parameters
+    gradients = 0 if released else s.p * s.total.shard
+    return MemoryItems(parameters=parameters, optimizer=optimizer, gradients=gradients)
 
 
 def _worst(moments: list[MemoryItems]) -> MemoryItems:

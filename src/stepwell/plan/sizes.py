@@ -1,0 +1,165 @@
+"""The bytes that one rank's training step is made of. No torch.
+
+N tokens of a micro-batch on this rank, D d_model, F d_ff, V vocabulary (of a tensor rank).
+`a` is the size of the compute dtype, `w` of the wide one (at least float32) that norms and the loss
+are computed in, `p` of the masters, `r` of gradients as they are summed over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.config import ModelConfig, Run
+from stepwell.models.activations import (
+    BlockBytes,
+    Segment,
+    block_bytes,
+    held,
+    local_heads,
+    root_bytes,
+)
+from stepwell.parallel.remat import DTYPE_BYTES, dtype_bytes, segments_of
+from stepwell.parallel.rules import AxisSizes
+from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
+from stepwell.plan.shards import Held, held_by_block, held_by_root, parts_of_rank
+
+KEEP_LOGITS_BYTES = 256 * 2**20
+LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """segments: of the stage of this rank that keeps the most. waiting: activations of the other
+    micro-batches, and other stages, that a pipeline has under way meanwhile. num_blocks: of all
+    this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has none."""
+
+    run: Run
+    axes: AxisSizes
+    grouped: bool
+    num_tokens: int
+    num_micro_batches: int
+    a: int
+    w: int
+    p: int
+    r: int
+    num_blocks: int
+    block: Held
+    root: Held
+    embedding: int
+    head: int
+    segments: tuple[Segment, ...]
+    saved: BlockBytes
+    saved_by_root: int
+    waiting: int
+    block_workspace: int
+    loss_forward: int
+    loss_backward: int
+    kept_logits: int
+
+    @property
+    def total(self) -> Held:
+        return self.root.plus(self.block, self.num_blocks)
+
+    @staticmethod
+    def of(run: Run, axes: AxisSizes, pp_rank: int, grouped: bool) -> Sizes:
+        cfg, tp = run.model, axes.tp
+        a, w = dtype_bytes(run.precision)
+        p, r = DTYPE_BYTES[run.precision.param], DTYPE_BYTES[run.precision.reduce]
+        N = run.train.micro_batch_rows * run.data.seq_len // axes.cp
+        parts = parts_of_rank(run, pp_rank)
+        saved = block_bytes(cfg, N, a, w, run.layout.compile, tp)
+        kept = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
+        segments = max(kept, key=lambda chosen: held(chosen, saved))
+        last = any(part.last for part in parts)
+        vocab = cfg.vocab_size // tp
+        m = _micro_batches(run, axes)
+        waiting = 0
+        if axes.pp > 1:
+            x = a * N * cfg.d_model // tp
+            waiting = (in_flight(run, axes, pp_rank, m) - 1) * (held(segments, saved) + x)
+            # Every stage has a buffer for each micro-batch that it gets, and each gradient.
+            waiting += m * x * sum((not part.first) + (not part.last) for part in parts)
+        forward, backward, logits = _loss(run, N, vocab, a, w, p) if last else (0, 0, 0)
+        return Sizes(
+            run=run,
+            axes=axes,
+            grouped=grouped,
+            num_tokens=N,
+            num_micro_batches=m,
+            a=a,
+            w=w,
+            p=p,
+            r=r,
+            num_blocks=sum(len(part.blocks) for part in parts),
+            block=held_by_block(run, axes),
+            root=held_by_root(run, axes, parts),
+            embedding=vocab * cfg.d_model if any(part.first for part in parts) else 0,
+            head=vocab * cfg.d_model if last else 0,
+            segments=segments,
+            saved=saved,
+            saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
+            waiting=waiting,
+            block_workspace=_block_workspace(cfg, N, a, w, run.layout.compile, tp),
+            loss_forward=forward,
+            loss_backward=backward,
+            kept_logits=logits,
+        )
+
+
+def _micro_batches(run: Run, axes: AxisSizes) -> int:
+    shares = axes.dp_replicate * axes.dp_shard
+    rows = -(-run.train.global_batch_rows // shares)
+    wanted = -(-rows // run.train.micro_batch_rows)
+    return next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
+
+
+def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -> int:
+    """How many (stage, micro-batch) pairs of a rank wait for their backward pass at most.
+
+    1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) p + 2 (p - rank - 1), and the one
+    at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage, and one that waits for its
+    weights' gradients (2401.10241).
+    """
+    layout, p, m = run.layout, axes.pp, num_micro_batches
+    v = layout.pp_stages_per_rank
+    if layout.pp_schedule == "gpipe":
+        return v * m
+    if layout.pp_schedule in ZERO_BUBBLE:
+        return min(v * m, 2 * p + 1)
+    if layout.pp_schedule == "1f1b":
+        return min(m, p - pp_rank)
+    return min(v * m, (v - 1) * p + 2 * (p - pp_rank - 1) + 1)
+
+
+def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, int, int]:
+    """Workspace of the loss's forward pass, of its backward pass, and logits that are kept."""
+    chunk = min(run.loss.chunk_tokens, N)
+    keep = {"always": True, "never": False}.get(
+        run.loss.keep_logits, N * run.model.vocab_size * a <= KEEP_LOGITS_BYTES
+    )
+    chunk_logits, D = chunk * vocab, run.model.d_model
+    # logits that are not kept: the chunk before, too, until its name is taken
+    logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
+    piece = min(LOSS_SLICE_BYTES // 4, chunk_logits)
+    # a slice widened and its gradient (from logits, log-probabilities and probabilities too); or
+    # the head's gradient from one chunk, and widened where it is added up
+    head_gradient = vocab * D * (a + (p if a != p and chunk < N else 0))
+    backward = logits + max((2 if keep else 4) * w * piece, head_gradient)
+    # forward: a slice widened, and its probabilities
+    return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
+
+
+def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool, tp: int) -> int:
+    """The most that a block's backward pass holds besides what was saved: the gradient of the
+    residual stream, and either SwiGLU's gradients (three, but the product is gone by then),
+    attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones, which
+    compiled code does not hold. Tensor ranks gather a gradient, and hold that of what they had
+    gathered."""
+    heads, kv_heads = local_heads(cfg, tp)
+    query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
+    gathered = 2 * a * N * cfg.d_model if tp > 1 else 0
+    residual = a * N * cfg.d_model // tp
+    swiglu = 2 * a * N * cfg.d_ff // tp + gathered
+    attention = a * (query + 2 * (query + 2 * keyvalue)) + gathered
+    norm = 0 if compiled else (4 if a < w else 3) * w * N * cfg.d_model // tp
+    return residual + max(swiglu, attention, norm)
