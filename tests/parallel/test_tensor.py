@@ -114,12 +114,16 @@ def local_parts(run):
     mesh = init_distributed(run.layout)
     engine = Engine(run, mesh=mesh)
     engine.forward_backward(share_of(mesh), everything())
-    gradients = {name: p.grad for name, p in engine.named_parameters()}
-    parts = {f"grad/{name}": gradient.to_local().clone() for name, gradient in gradients.items()}
+    parts = {f"grad/{name}": local_of(p.grad) for name, p in engine.named_parameters()}
     engine.optim_step()
-    weights = {f"weight/{name}": p.to_local().clone() for name, p in engine.named_parameters()}
+    weights = {f"weight/{name}": local_of(p) for name, p in engine.named_parameters()}
     kept = [name for name, p in engine.named_parameters() if is_whole(p)]
     return parts | weights, kept
+
+
+def local_of(tensor):
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local().clone()
 
 
 def is_whole(parameter):
