@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
     "launch.environ",
     "launch.local",
     "launch.peers",
+    "launch.slurm",
     "plan.memory",
     "hardware",
     "metrics",

@@ -56,6 +56,13 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.training:grpo",
         ),
     ),
+    "Clusters": (
+        Command(
+            "launch",
+            "write a Slurm script that runs a recipe, and goes on when it is stopped",
+            "stepwell.commands.launch:main",
+        ),
+    ),
     "Using a model": (
         Command(
             "eval",
@@ -69,6 +76,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.export:main",
         ),
         Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
+        Command(
+            "replay",
+            "a step of a run once more, with what passes through its layers",
+            "stepwell.commands.replay:main",
+        ),
     ),
     "Learning": (
         Command(

@@ -85,7 +85,7 @@ def test_keep_last_is_kept(tmp_path):
     assert checkpoints(tmp_path) == [8, 10]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_ends_the_step_and_saves(tmp_path, number):
     run = session_run(tmp_path, **{"checkpoint.every_steps": 99, "checkpoint.asynchronous": True})
     before = signal.getsignal(number)
@@ -105,6 +105,14 @@ def test_a_second_signal_stops_at_once(tmp_path):
         signalled_run(session_run(tmp_path), {1: [signal.SIGINT, signal.SIGTERM]})
     assert checkpoints(tmp_path) == []
     assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_slurms_two_signals_are_one_request(tmp_path, order):
+    with pytest.raises(Interrupted):
+        signalled_run(session_run(tmp_path), {1: [signal.SIGUSR1, signal.SIGTERM][::order]})
+    assert checkpoints(tmp_path) == [2]
+    assert read_events(tmp_path)[-1]["signal"] == "SIGTERM"
 
 
 def test_a_signal_during_the_last_step_changes_nothing(tmp_path):

@@ -271,7 +271,8 @@ def type_text(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(str(choice) for choice in inner)
     if origin is tuple:
-        return "list of tables"
+        tables = hasattr(inner[0], "model_fields")
+        return f"list of {'tables' if tables else type_text(inner[0])}"
     if hasattr(annotation, "__metadata__"):
         return type_text(inner[0])
     if inner:
@@ -325,7 +326,7 @@ def _command(method: str, argv: Sequence[str]) -> int:
 
 
 def check_ranks(run: Run, arguments: Arguments, num_ranks: int) -> None:
-    """Raises ConfigError unless the layout fits so many ranks and each has a row."""
+    """Raises ConfigError for options about ranks that cannot be, or do not fit the layout."""
     if num_ranks < 1:
         raise ConfigError(f"--nproc {num_ranks} must be at least 1")
     again = arguments.max_restarts
@@ -334,13 +335,20 @@ def check_ranks(run: Run, arguments: Arguments, num_ranks: int) -> None:
             f"--max-restarts {again} must be at least 0 and goes with --nproc N; torchrun has an "
             "option of the same name"
         )
+    check_rows(run, num_ranks, "--nproc {}")
+
+
+def check_rows(run: Run, num_ranks: int, shown: str) -> None:
+    """Raises ConfigError unless the layout fits so many ranks and each has a row. shown: how a
+    number of ranks is written, e.g. `--nproc {}`."""
     sizes = axis_sizes(run.layout, num_ranks)
     data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
     if run.method.kind != "grpo" and data_ranks > rows:
         shares = "" if data_ranks == num_ranks else f", {data_ranks} of them for data,"
+        best = shown.format(rows * num_ranks // data_ranks)
         raise ConfigError(
             f"{num_ranks} ranks{shares} exceed train.global_batch_rows={rows}, so some would have "
-            f"no row; the nearest legal value is --nproc {rows * num_ranks // data_ranks}"
+            f"no row; the nearest legal value is {best}"
         )
 
 

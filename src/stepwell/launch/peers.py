@@ -144,6 +144,7 @@ class Watch:
 
         host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
         limit = timedelta(seconds=JOIN_S)
+        _wait_for(host, port)
         store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         key = f"stepwell/watch/{num_restarts(environ)}"
         if self.rank == 0:
@@ -317,6 +318,19 @@ def _listen(host: str, port: int) -> tuple[socket.socket, tuple[str, int]]:
     named = own.startswith("127.") and host not in ("localhost", "127.0.0.1")
     listener = socket.create_server(("" if named else own, 0), family=family, backlog=1024)
     return listener, (host if named else own, listener.getsockname()[1])
+
+
+def _wait_for(host: str, port: int) -> None:
+    """Until the store listens: its own client waits longer and longer between its attempts."""
+    end = time.monotonic() + JOIN_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=JOIN_S).close()
+            return
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
 
 
 def _keep_alive(connection: socket.socket) -> None:
