@@ -39,7 +39,7 @@ def _parameters(mesh, seed):
     for name, shape in SHAPES.items():
         value = torch.empty(shape)
         if mesh.device_mesh is not None:
-            value = distribute_tensor(value, mesh.device_mesh["dp_shard"], [Shard(0)])
+            value = distribute_tensor(value, mesh.device_mesh["fsdp"], [Shard(0)])
         parameters[name] = torch.nn.Parameter(normal_(value, seed, name, 1.0))
     return parameters
 

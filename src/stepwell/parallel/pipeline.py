@@ -1,5 +1,5 @@
-"""Pipeline parallelism by torch.distributed.pipelining: its stages and schedules around the pieces of
-a decoder (GPipe, 1811.06965, and the others that parallel/schedules.py names).
+"""Pipeline parallelism by torch.distributed.pipelining: its stages and schedules around the pieces
+of a decoder (GPipe, 1811.06965, and the others that parallel/schedules.py names).
 
 Every rank of a pipeline has all micro-batches of its data share, so stages pass on activations
 alone: x_ND, N tokens of a micro-batch on this rank, D d_model. Where the embedding is also the
@@ -31,6 +31,7 @@ from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.init import global_name
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.parallel.schedules import (
+    ZERO_BUBBLE,
     next_micro_batches,
     num_stages,
     rank_of_stage,
@@ -87,7 +88,7 @@ class Pipeline:
         self.last_rank = rank_of_stage(num_stages(run.layout) - 1, run.layout)
         self.tied = run.model.tied
         self.checked = False
-        self._built: dict[bool, tuple[tuple[int, int], Any, list[_Stage]]] = {}
+        self._built: dict[bool, tuple[tuple[int, int], list[Any], list[_Stage]]] = {}
 
     @property
     def has_last(self) -> bool:
@@ -182,42 +183,66 @@ class Pipeline:
             # The former one's receive buffers are as large as its micro-batches.
             self._built.pop(backward, None)
             self._built[backward] = (key, *self._build(*key, backward))
-        _, schedule, stages = self._built[backward]
+        _, schedules, stages = self._built[backward]
         for stage in stages:
             stage.compute = forward
         try:
-            schedule.step(target=torch.zeros(num_micro_batches), return_outputs=False)
+            for schedule in schedules:
+                schedule.step(target=torch.zeros(num_micro_batches), return_outputs=False)
         finally:
             for stage in stages:
                 stage.compute = None
+                stage.kept.clear()
                 stage.clear_runtime_states()
 
     def _build(
         self, num_micro_batches: int, num_tokens: int, backward: bool
-    ) -> tuple[Any, list[_Stage]]:
+    ) -> tuple[list[Any], list[_Stage]]:
+        """Torch's schedules, to be run one after another, and the stages in them."""
+        layout = self.layout
+        if layout.pp_schedule in ZERO_BUBBLE and not backward:
+            return self._build_down_and_up(num_micro_batches, num_tokens)
+        stages = [
+            self._stage(piece, index, num_stages(layout), num_tokens, backward)
+            for piece, index in zip(self.pieces, self.stages, strict=True)
+        ]
+        schedule = SCHEDULES[layout.pp_schedule](
+            stages if layout.pp_stages_per_rank > 1 else stages[0],
+            num_micro_batches,
+            loss_fn=_as_it_is if backward else None,
+            scale_grads=False,
+        )
+        return [schedule], stages
+
+    def _build_down_and_up(
+        self, num_micro_batches: int, num_tokens: int
+    ) -> tuple[list[Any], list[_Stage]]:
+        """Torch's V-shaped schedules can't leave the backward pass out: a pipeline for each leg."""
+        p, rank = self.layout.pp, self.mesh.place.pp
+        down, up = (
+            self._stage(piece, index, p, num_tokens, False)
+            for piece, index in zip(self.pieces, (rank, p - 1 - rank), strict=True)
+        )
+        up.stage_index_to_group_rank = {i: p - 1 - i for i in range(p)}
+        up.before = down
+        return [ScheduleGPipe(leg, num_micro_batches) for leg in (down, up)], [down, up]
+
+    def _stage(
+        self, piece: Decoder, index: int, number: int, num_tokens: int, backward: bool
+    ) -> _Stage:
         def activation() -> Tensor:
             shape = (num_tokens, self.d_model)
             return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=backward)
 
-        stages = [
-            _Stage(
-                piece,
-                index,
-                num_stages(self.layout),
-                self.mesh.device,
-                input_args=() if piece.piece.first else (activation(),),
-                output_args=(_objective("meta", backward) if piece.piece.last else activation(),),
-                group=self.group,
-            )
-            for piece, index in zip(self.pieces, self.stages, strict=True)
-        ]
-        schedule = SCHEDULES[self.layout.pp_schedule]
-        return schedule(
-            stages if self.layout.pp_stages_per_rank > 1 else stages[0],
-            num_micro_batches,
-            loss_fn=_as_it_is if backward else None,
-            scale_grads=False,
-        ), stages
+        return _Stage(
+            piece,
+            index,
+            number,
+            self.mesh.device,
+            input_args=() if index == 0 else (activation(),),
+            output_args=(_objective("meta") if index == number - 1 else activation(),),
+            group=self.group,
+        )
 
     def _collect_tied_gradient(self) -> None:
         """Adds the copy's gradient to the owner's."""
@@ -235,7 +260,7 @@ class Pipeline:
         if copy is not None:
             copy.grad = None
 
-    def _tied(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+    def _tied(self) -> tuple[Tensor | None, Tensor | None]:
         """The owner of the tied embedding and its copy, where this rank has them."""
         by_end = {
             piece.piece.first: piece.embed.weight
@@ -265,10 +290,17 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that computes by a given function, which is told the micro-batch's number."""
+    """A stage that computes by a given function, which is told the micro-batch's number.
 
-    compute: Forward | None = None
-    index = 0
+    before: the stage on the same rank whose outputs, in `kept`, are this one's inputs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.compute: Forward | None = None
+        self.index = 0
+        self.kept: dict[int, Tensor] = {}
+        self.before: _Stage | None = None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.index = fwd_chunk_id
@@ -277,19 +309,23 @@ class _Stage(PipelineStage):
     def forward_maybe_with_nosync(self, *inputs: Tensor) -> Tensor:
         assert self.compute is not None
         assert isinstance(self.submod, Decoder)
+        if self.is_first and self.before is not None:
+            inputs = (self.before.kept.pop(self.index),)
         found = self.compute(self.submod, inputs[0] if inputs else None, self.index)
         if not self.is_last:
             return found.clone() if found._is_view() else found  # detached in place later
-        if not self.has_backward:
-            return _objective(self.device, False)
-        return torch.stack([found.double()])
+        if self.has_backward:
+            return torch.stack([found.double()])
+        if not self.submod.piece.last:
+            self.kept[self.index] = found
+        return _objective(self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Torch would clear all gradients here, also those of an earlier pass of the same step."""
 
 
-def _objective(device: torch.device | str, requires_grad: bool) -> Tensor:
-    return torch.zeros(1, dtype=torch.float64, device=device, requires_grad=requires_grad)
+def _objective(device: torch.device | str) -> Tensor:
+    return torch.zeros(1, dtype=torch.float64, device=device)
 
 
 def _as_it_is(output: Tensor, target: Tensor) -> Tensor:
@@ -302,6 +338,6 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
+def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return _local(parameter.grad)

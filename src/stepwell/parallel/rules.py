@@ -177,8 +177,8 @@ def _stages(run: Run, sizes: AxisSizes) -> str | None:
     if (one and v != 1) or (two and v != 2) or v + one < 2:
         legal = "1" if one else "2" if two else "2 or more"
         return (
-            f"layout.pp_stages_per_rank={v} does not fit layout.pp_schedule={schedule!r}, which has "
-            f"{legal} a rank; set pp_stages_per_rank={1 if one else 2}"
+            f"layout.pp_stages_per_rank={v} does not fit layout.pp_schedule={schedule!r}, which "
+            f"has {legal} a rank; set pp_stages_per_rank={1 if one else 2}"
         )
     stages = num_stages(layout)
     if layout.pp_layers is None:
@@ -258,11 +258,6 @@ def _zero_bubble(run: Run, sizes: AxisSizes) -> str | None:
             f"{said}apart, and compiled blocks compute them together; set layout.compile=false, or "
             "pp_schedule='interleaved-1f1b'"
         )
-    if run.precision.fp8.recipe != "none":
-        return (
-            f"{said}apart, and fp8's scales would see each gradient twice (precision.fp8.recipe="
-            f"{run.precision.fp8.recipe!r}); set recipe='none', or pp_schedule='interleaved-1f1b'"
-        )
     return None
 
 
@@ -270,7 +265,7 @@ def _pipeline_release(run: Run, sizes: AxisSizes) -> str | None:
     if sizes.pp == 1 or not run.optim.release_gradients:
         return None
     return (
-        f"optim.release_gradients=true steps within the backward pass of a step's only micro-batch, "
+        "optim.release_gradients=true steps within the backward pass of a step's only micro-batch, "
         f"and layout.pp={sizes.pp} needs at least {fewest_micro_batches(run.layout)}; set "
         "optim.release_gradients=false"
     )

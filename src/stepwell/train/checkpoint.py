@@ -200,6 +200,11 @@ def latest(run_dir: str | Path) -> Path | None:
     return complete[max(complete)] if complete else None
 
 
+def steps_of(run_dir: str | Path) -> list[int]:
+    """The steps of the complete checkpoints, in order."""
+    return sorted(_complete(run_dir))
+
+
 def newest_until(run_dir: str | Path, step: int) -> Path:
     """The complete checkpoint of the highest step up to `step`; the oldest, if all are later.
     Raises CheckpointError if there is none."""

@@ -186,7 +186,7 @@ class Engine:
             for name, (part, count) in seen.items():
                 pair = torch.stack([part.detach().double(), count.detach().double()])
                 metrics[name] = metrics[name] + pair if name in metrics else pair
-            return total * self._loss_factor
+            return total * self.loss_factor
 
         num_micro = len(micro_batches)
         if self.pipeline is not None:
@@ -405,7 +405,7 @@ class Engine:
     # --- inside ------------------------------------------------------------------------------
 
     @property
-    def _loss_factor(self) -> float:
+    def loss_factor(self) -> float:
         """What the gradients are too large by until optim_step: fp16's loss scale."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
