@@ -330,6 +330,37 @@ def test_a_layout_never_changes_the_numbers_of_fp8(tmp_path):
                 assert_same(got, want, 1e-9, f"{what}, {num_ranks} ranks, zero {zero}")
 
 
+WIDE = EXACT | DELAYED | {"model.vocab_size": 64, "model.head_dim": 16, "model.d_ff": 64}
+AXES = {
+    "tensor": {"layout.tp": 2},
+    "pipeline": {"layout.pp": 2, "train.micro_batch_rows": 1},
+    "zero bubble": {
+        "layout.pp": 2,
+        "layout.pp_schedule": "zbv",
+        "layout.zero": 1,
+        "layout.pp_stages_per_rank": 2,
+        "train.micro_batch_rows": 1,
+    },
+    "context": {"layout.cp": 2},
+    "recomputed": {"remat.mode": "full", "train.micro_batch_rows": 2},
+}
+
+
+def axes(folder):
+    return {name: train(small_run(**WIDE, **more), folder, 1, "at1") for name, more in AXES.items()}
+
+
+def test_delayed_scaling_is_the_same_on_every_axis(tmp_path):
+    """Each goes on from one process's checkpoint, with its histories, and records the same."""
+    train(small_run(**WIDE), tmp_path, 1, None)
+    wanted = train(small_run(**WIDE), tmp_path, 1, "at1")
+    for rank in run_ranks(axes, 2, tmp_path):
+        for name, got in rank.items():
+            assert {"norm", "history"} < got.keys()
+            mine = {key: value for key, value in wanted.items() if key in got}
+            assert_same(got, mine, 1e-9, name)
+
+
 # --- fp16 ------------------------------------------------------------------------------------
 
 FP16 = {"precision.compute": "fp16"}

@@ -26,7 +26,7 @@ from stepwell.train.shadow import DIFFERENCE
 
 CLAIM = (
     "With gradients as small as those of a batch of a million tokens, 8 bits without scales stop "
-    "learning where bf16 goes on, and the shadow check says so at the first step; tensorwise, "
+    "learning where bf16 goes on, and the shadow check says so at once; tensorwise, "
     "delayed and row-wise scales follow bf16. One batch with an infinite weight turns a run to NaN "
     "for good; with the guard it is one skipped step."
 )
