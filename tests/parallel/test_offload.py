@@ -12,13 +12,15 @@ from stepwell.config import Run
 from stepwell.data.packing import pack_rows
 from stepwell.models.activations import saved_per_layer
 from stepwell.parallel.lever_rules import host_bytes, host_shortage
+from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.offload import ActivationOffload
 from stepwell.parallel.rules import AxisSizes
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError
+from tests.layouts import MODEL
 from tests.oracle import base_run
 from tests.parallel.ranks import run_ranks
-from tests.trajectory import assert_equal, train, trajectories, trajectory
+from tests.trajectory import assert_equal, everything, train, trajectories, trajectory
 
 CPU = torch.device("cpu")
 # Every tensor that a block saves for 2 rows has more than 64 KiB, but for the numbers per row.
@@ -109,6 +111,42 @@ def test_nothing_moves_without_gradients():
     assert engine.activation_offload.bytes_to_host == 0
 
 
+AXES = {
+    "tp": {"layout.tp": 2},
+    "cp": {"layout.cp": 2},
+    "1f1b": {"layout.pp": 2},
+    "zbv": {
+        "layout.pp": 2,
+        "layout.pp_schedule": "zbv",
+        "layout.pp_stages_per_rank": 2,
+        "layout.reshard_after_forward": "never",
+    },
+}
+
+
+def along_each_axis():
+    """Axis -> two trajectories, without and with everything moved that is saved; bytes moved."""
+    found = {}
+    for axis, settings in AXES.items():
+        run = base_run(**MODEL, **settings)
+        moving = base_run(**MODEL, **settings, **ACTIVATIONS)
+        engine = Engine(moving, mesh=init_distributed(run.layout))
+        offload = engine.activation_offload
+        assert offload is not None
+        offload.min_bytes = 1
+        norms = train(engine, 2)
+        moved = offload.bytes_to_host, offload.bytes_to_device
+        found[axis] = trajectory(run, 2), (norms, everything(engine)), moved
+    return found
+
+
+def test_activation_offload_along_each_axis():
+    for rank in run_ranks(along_each_axis, 2):
+        for axis, (plain, offloaded, (down, up)) in rank.items():
+            assert_equal(offloaded, plain, axis)
+            assert 0 < down <= up, axis
+
+
 class Toy(nn.Module):
     """Saves views, transposes, the same tensor twice, an expanded tensor, a cast weight."""
 
@@ -157,6 +195,41 @@ def test_what_is_saved_twice_moves_once_and_weights_stay():
     offload = ActivationOffload(CPU, min_bytes=1).attach(model)
     model(x).sum().backward()
     assert offload.bytes_to_host == 8 * 48 * 4
+
+
+def test_memory_that_is_given_away_and_reused_is_not_taken_for_the_same():
+    """As FSDP2 does with gathered weights: the storage of a living tensor is emptied."""
+
+    class Emptied(Toy):
+        def forward(self, x):
+            for i in range(6):
+                factor = torch.full((64, 64), float(i + 1))
+                x = x * factor
+                factor.untyped_storage().resize_(0)
+            return self.norm(x)
+
+    model = Emptied()
+    model.norm = nn.Identity()
+    x = torch.ones(64, 64, requires_grad=True)
+    ActivationOffload(CPU, min_bytes=1).attach(model)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((64, 64), 720.0))
+
+
+def test_what_every_block_saves_moves_once():
+    class Layers(Toy):
+        def forward(self, x):
+            angles = torch.ones(8, 48)
+            for _ in range(20):
+                x = x.sin() * angles
+            return self.norm(x)
+
+    model = Layers()
+    offload = ActivationOffload(CPU, min_bytes=1).attach(model)
+    model(torch.ones(8, 48, requires_grad=True)).sum().backward()
+    # sin's input (the first one is a leaf), and the angles
+    assert offload.bytes_to_host == (19 + 1) * 8 * 48 * 4
 
 
 def test_a_graph_that_is_walked_twice():

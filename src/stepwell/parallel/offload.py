@@ -21,7 +21,15 @@ from torch.autograd.graph import saved_tensors_hooks
 MIN_BYTES = 64 * 2**10
 PREFETCH_COPIES = 16  # about what one block saves
 _RECENT = 16  # saves that are looked through for the same tensor
-_CASTS = ("TBackward", "ToCopyBackward", "ViewBackward", "TransposeBackward", "PermuteBackward")
+_SAME_WEIGHT = (
+    "TBackward",
+    "TransposeBackward",
+    "PermuteBackward",
+    "ViewBackward",
+    "ToCopyBackward",
+    "_ToTorchTensorBackward",  # the local part of a sharded one
+    "_SharedBackward",  # models.collectives: one that all tensor ranks have
+)
 
 
 class _Copy:
@@ -73,8 +81,9 @@ class ActivationOffload:
             self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._open = ExitStack()
         self._tape: list[Any] = []
-        # Sources stay alive while a later save may be of the same data: addresses are reused.
-        self._recent: OrderedDict[Any, tuple[Tensor, _Copy]] = OrderedDict()
+        # Storages by identity, and alive as long as they are keys: an address would be reused, at
+        # once where FSDP2 takes the memory of gathered weights away from a living tensor.
+        self._recent: OrderedDict[Any, tuple[Any, _Copy]] = OrderedDict()
 
     def attach(self, decoder: nn.Module) -> ActivationOffload:
         """Works from the start of `decoder`'s forward to its last norm (or its end, for a pipeline
@@ -102,17 +111,19 @@ class ActivationOffload:
         storage = source.untyped_storage()
         whole = storage.nbytes() == source.nbytes and _is_dense(source)
         if whole:
-            key = (storage.data_ptr(), source._version)
+            key = (id(storage), source._version)
             flat, stride = source.as_strided((source.numel(),), (1,), 0), source.stride()
         else:
-            key = (source.data_ptr(), source._version, source.shape, source.stride())
+            place = (source.storage_offset(), source.shape, source.stride())
+            key = (id(storage), source._version, place)
             flat = source.contiguous().view(-1)
             stride = torch.empty(source.shape, device="meta").stride()
         key = (key, source.dtype)
         if key not in self._recent:
-            self._recent[key] = source, self._to_host(flat)
+            self._recent[key] = storage, self._to_host(flat)
             if len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)
+        self._recent.move_to_end(key)  # what every block saves (rotary angles) stays known
         copy = self._recent[key][1]
         copy.num_packed += 1
         return _Packed(copy, source.shape, tuple(stride))
@@ -183,10 +194,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _is_weight(tensor: Tensor) -> bool:
-    """Whether it is a leaf that wants a gradient, transposed, viewed or cast at most."""
+    """Whether it is a leaf that wants a gradient, transposed, viewed, cast or localised at most."""
     if tensor.is_leaf:
         return tensor.requires_grad
     node = tensor.grad_fn
-    while node is not None and node.name().startswith(_CASTS):
+    while node is not None and node.name().startswith(_SAME_WEIGHT):
         node = node.next_functions[0][0]
     return node is not None and "AccumulateGrad" in node.name()
