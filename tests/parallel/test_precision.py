@@ -261,8 +261,11 @@ def train(run, folder, num_steps, resume):
     share = rank_rows(batch.num_rows, engine.mesh.data_rank, engine.mesh.data_world)
     found = {}
     for _ in range(num_steps):
-        engine.forward_backward(batch.rows(share.start, share.stop), loss)
+        mine = batch.rows(share.start, share.stop)
+        engine.forward_backward(mine, loss)
+        numbers = engine.shadow(mine, loss)
         found = {f"grad/{n}": oracle.full(p.grad) for n, p in engine.named_parameters()}
+        found["shadow"] = torch.tensor([numbers[key] for key in sorted(numbers)])
         norm = torch.tensor(engine.optim_step().grad_norm)
         found |= {"norm": norm, "history": engine.delayed_scaling.history_LRH.double()}
     found |= {f"weight/{n}": v for n, v in engine.iter_state()}
@@ -351,12 +354,13 @@ def axes(folder):
 
 
 def test_delayed_scaling_is_the_same_on_every_axis(tmp_path):
-    """Each goes on from one process's checkpoint, with its histories, and records the same."""
+    """Each goes on from one process's checkpoint, with its histories, records the same, and its
+    shadow differs as much."""
     train(small_run(**WIDE), tmp_path, 1, None)
     wanted = train(small_run(**WIDE), tmp_path, 1, "at1")
     for rank in run_ranks(axes, 2, tmp_path):
         for name, got in rank.items():
-            assert {"norm", "history"} < got.keys()
+            assert {"norm", "history", "shadow"} < got.keys()
             mine = {key: value for key, value in wanted.items() if key in got}
             assert_same(got, mine, 1e-9, name)
 
