@@ -206,10 +206,9 @@ def test_memory_that_is_given_away_and_reused_is_not_taken_for_the_same():
                 factor = torch.full((64, 64), float(i + 1))
                 x = x * factor
                 factor.untyped_storage().resize_(0)
-            return self.norm(x)
+            return x
 
     model = Emptied()
-    model.norm = nn.Identity()
     x = torch.ones(64, 64, requires_grad=True)
     ActivationOffload(CPU, min_bytes=1).attach(model)
     model(x).sum().backward()

@@ -1,0 +1,56 @@
+"""What does not go together is refused before anything is built, with the value and the way out."""
+
+import pytest
+
+from stepwell.config import Run
+from stepwell.parallel.lever_rules import check_host
+from stepwell.parallel.rules import AxisSizes, check_run
+from stepwell.types import ConfigError
+
+ALONE = {"optim.release_gradients": True, "optim.clip_norm": 0.0, "guard.action": "none"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"offload.parameters": True, "offload.optimizer": True}, "set offload.optimizer=false"),
+        ({"offload.optimizer": True, "optim.kind": "muon"}, "not optim.kind='muon'"),
+        ({"offload.optimizer": True, "optim.kind": "adamw8bit"}, "not optim.kind='adamw8bit'"),
+        ({"offload.parameters": True, "optim.kind": "adamw8bit"}, "or offload.parameters=false"),
+        (ALONE | {"train.global_batch_rows": 32, "train.micro_batch_rows": 7}, "set 8 or more"),
+        (ALONE | {"train.micro_batch_rows": 8, "optim.kind": "muon"}, "optim.kind='muon'"),
+        (
+            ALONE | {"train.micro_batch_rows": 4, "optim.clip_norm": 1.0},
+            "optim.clip_norm=1.*nor with.*train.micro_batch_rows=4",
+        ),
+    ],
+)
+def test_a_combination_is_refused(overrides, message):
+    run = Run.parse({}, overrides)
+    with pytest.raises(ConfigError, match=message):
+        check_run(run, 4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"offload.parameters": True, "offload.activations": True, "optim.kind": "muon"},
+        {"offload.optimizer": True, "offload.activations": True},
+        {"optim.kind": "adamw8bit"},
+        ALONE | {"train.global_batch_rows": 32, "train.micro_batch_rows": 8},
+        ALONE
+        | {
+            "train.global_batch_rows": 32,
+            "train.micro_batch_rows": 8,
+            "offload.parameters": True,
+            "offload.activations": True,
+        },
+    ],
+)
+def test_what_goes_together_is_not(overrides):
+    check_run(Run.parse({}, overrides), 4)
+
+
+def test_runs_without_offload_need_no_room_on_the_host():
+    run = Run.parse({}, {"model.d_ff": 2**24, "model.num_layers": 9999})
+    check_host(run, AxisSizes(), grouped=False)
