@@ -196,7 +196,7 @@ class LineFile:
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Raises StepwellError when the disk is full; the file then ends with its last line."""
-        line = (json.dumps(_encode(values), allow_nan=False) + "\n").encode()
+        line = (json.dumps(encode(values), allow_nan=False) + "\n").encode()
         size = os.fstat(self._fd).st_size
         try:
             written = 0
@@ -245,17 +245,17 @@ def _whole_lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1]
 
 
-def _encode(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """JSON has no NaN: non-finite numbers become strings."""
     if isinstance(value, Mapping):
-        return {str(key): _encode(item) for key, item in value.items()}
+        return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_encode(item) for item in value]
+        return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    return _encode(value.item()) if hasattr(value, "item") else str(value)
+    return encode(value.item()) if hasattr(value, "item") else str(value)
 
 
 def _decode(value: Any) -> Any:

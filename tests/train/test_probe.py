@@ -8,6 +8,7 @@ import torch
 from stepwell.data.batch import Batch
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, cross_entropy
+from stepwell.train.optim import grad_norm
 from stepwell.train.probe import first_non_finite, layer_table, measure, probe_step
 from tests.oracle import base_run, global_batch
 from tests.parallel.ranks import run_jobs
@@ -164,13 +165,23 @@ def test_the_table_shows_what_passes_through():
     assert rows["blocks.1"].activation.rms == pytest.approx(values.square().mean().sqrt().item())
     assert rows["blocks.1"].activation.largest == values.abs().max().item()
     assert all(row.gradient.num_values for row in rows.values())
+    norms = {layer: row.weight_gradient or 0.0 for layer, row in rows.items()}
+    parts = [norms[name] for name in ("embed", "blocks.0", "blocks.1", "norm")]
+    parameters = [parameter for _, parameter in engine.named_parameters()]
+    assert math.hypot(*parts) == pytest.approx(grad_norm(parameters))
+    halves = (norms["blocks.1.attn"], norms["blocks.1.mlp"])
+    assert math.hypot(*halves) == pytest.approx(norms["blocks.1"])
+    assert rows["head"].weight_gradient is None  # tied: the embedding has it
     assert not any(row.activation.num_bad or row.gradient.num_bad for row in rows.values())
 
 
 def _table(layout):
     engine = Engine(base_run(**{"train.micro_batch_rows": 2, **layout}))
     _, probe = probe_step(engine, share(engine), PLAIN)
-    return [(row.layer, row.activation.rms, row.gradient.rms) for row in layer_table(engine, probe)]
+    return [
+        (row.layer, row.activation.rms, row.gradient.rms, row.weight_gradient or 0.0)
+        for row in layer_table(engine, probe)
+    ]
 
 
 def test_the_table_of_two_ranks_is_that_of_one():

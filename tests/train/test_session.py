@@ -242,6 +242,24 @@ def test_hfu_adds_the_head_that_is_computed_twice(tmp_path):
     assert extra == pytest.approx(line["train/loss_tokens"] * head, rel=1e-6)
 
 
+def test_hfu_adds_the_blocks_that_are_computed_twice(tmp_path):
+    """Full recomputation: all but each block's last product, and attention within documents."""
+    run = session_run(tmp_path, **{"remat.mode": "full"})
+    batch = global_batch()
+    with open_session(run, console=False) as session:
+        stats = session.engine.forward_backward(batch, cross_entropy(run.loss))
+        session.record(batch, stats, session.engine.optim_step())
+        peak = session.peak_flops_per_s
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    extra = (line["speed/hfu"] - line["speed/mfu"]) * line["time/step_s"] * peak
+    model, lengths = run.model, document_lengths(batch)
+    width, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    products = 2 * model.d_model * (2 * width + 2 * keys + 2 * model.d_ff)
+    pairs = sum(n * n for n in lengths) / 2
+    wanted = model.num_layers * (products * sum(lengths) + 4 * width * pairs)
+    assert extra == pytest.approx(wanted, rel=1e-6)
+
+
 def _shown_on_ranks(folder):
     run = session_run(Path(folder))
     from stepwell.data.loader import rank_rows

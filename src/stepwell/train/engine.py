@@ -234,6 +234,8 @@ class Engine:
     def drop_gradients(self) -> None:
         """Forgets what `forward_backward` has added up."""
         self.optimizer.zero_grad()
+        if self.delayed_scaling is not None:
+            self.delayed_scaling.forget()
         self._last_loss = None
 
     def shadow(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
@@ -303,7 +305,7 @@ class Engine:
                 self.run.model, dict(self.iter_state()), DTYPES[self.run.precision.compute]
             )
             self._decode_weights = (self.updates, packed)
-        completions = sampler.generate(
+        return sampler.generate(
             self._decode_weights[1],
             requests,
             sampling,
@@ -311,8 +313,6 @@ class Engine:
             num_slots=num_slots,
             policy_version=self.updates,
         )
-        # Each rank of a pipeline has sampled the same, but for the last digits of its device.
-        return self.pipeline.object_from_last(completions) if self.pipeline else completions
 
     # --- state -------------------------------------------------------------------------------
 

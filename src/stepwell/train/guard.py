@@ -49,11 +49,11 @@ TAKEN = Verdict()
 
 
 class GuardStop(TrainingError):
-    """The guard has given up. verdict: on the step that it refused last."""
+    """The guard has given up. verdict, grad_norm: of the step that it refused last."""
 
-    def __init__(self, message: str, verdict: Verdict):
+    def __init__(self, message: str, verdict: Verdict, grad_norm: float):
         super().__init__(message)
-        self.verdict = verdict
+        self.verdict, self.grad_norm = verdict, grad_norm
 
 
 class Guard:
@@ -99,7 +99,7 @@ class Guard:
             values["update_norm"] = update_norm / lr
         bad = self._first_bad(values)
         if bad is not None:
-            return self._refuse(bad)
+            return self._refuse(bad, grad_norm)
         for key, value in values.items():
             if key == "loss" or value > 0:
                 self.good[key].append(value)
@@ -134,7 +134,7 @@ class Guard:
             return median + margin, f"{rule} above"
         return median * margin, f"{rule} times"
 
-    def _refuse(self, bad: Verdict) -> Verdict:
+    def _refuse(self, bad: Verdict, grad_norm: float) -> Verdict:
         config, action = self.config, self.config.action
         self.num_skips += 1
         self.skips_in_a_row += 1
@@ -155,6 +155,7 @@ class Guard:
         raise GuardStop(
             f"{trouble}; the weights are as the last good step left them. {advice(bad, config)}",
             bad._replace(action="stop"),
+            grad_norm,
         )
 
     # --- what a rewind changes -------------------------------------------------------------------

@@ -23,6 +23,7 @@ from stepwell.parallel.init import global_name
 from stepwell.parallel.mesh import all_gather_objects
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.losses import Loss
+from stepwell.train.optim import grad_norm
 
 # The modules that a table shows, in the order in which a token meets them.
 SHOWN = re.compile(r"blocks\.\d+(\.(attn|mlp))?|norm")
@@ -216,24 +217,43 @@ def _order(finding: Finding, depths: dict[str, int]) -> tuple[int, int, int, int
 
 
 class LayerRow(NamedTuple):
-    """activation and gradient: of the module's output."""
+    """activation and gradient: of the module's output. weight_gradient: the norm of its weights'
+    gradients, its norm's too; None for a layer without."""
 
     layer: str
     activation: Tally
     gradient: Tally
+    weight_gradient: float | None
 
 
 def layer_table(engine: Engine, probe: Probe) -> list[LayerRow]:
     """Over all ranks: the embedding, each block with its two halves, the last norm and the
-    log-probabilities. Every rank must call it."""
+    log-probabilities. Every rank must call it, before the gradients are dropped."""
     total: dict[tuple[str, str], Tally] = {}
     for part in all_gather_objects(probe.tallies, engine.mesh):
         for key, tally in part.items():
             total.setdefault(key, Tally()).add(tally)
     shown = dict.fromkeys(layer for layer, _ in total if layer == EMBED or SHOWN.fullmatch(layer))
     order = [*shown, *([HEAD] if (HEAD, "activation") in total else [])]
-    nothing = Tally()
+    mine = {layer: _weight_gradient(engine, layer) for layer in order}
+    norms: dict[str, float] = {}
+    for part in all_gather_objects(mine, engine.mesh):
+        norms.update({layer: norm for layer, norm in part.items() if norm is not None})
     return [
-        LayerRow(layer, *(total.get((layer, kind), nothing) for kind in ("activation", "gradient")))
+        LayerRow(
+            layer,
+            total.get((layer, "activation"), Tally()),
+            total.get((layer, "gradient"), Tally()),
+            norms.get(layer),
+        )
         for layer in order
     ]
+
+
+def _weight_gradient(engine: Engine, layer: str) -> float | None:
+    """None where this rank has nothing of the layer. Ranks that share it must call it together."""
+    prefixes = (f"{layer}.", f"{layer}_norm.")
+    mine = [p for name, p in engine.named_parameters() if name.startswith(prefixes)]
+    if not any(p.grad is not None for p in mine):
+        return None
+    return grad_norm(mine) / engine.loss_factor

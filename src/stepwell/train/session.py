@@ -29,6 +29,8 @@ from stepwell.parallel.mesh import (
     broadcast_object,
     init_distributed,
 )
+from stepwell.parallel.remat import recomputed
+from stepwell.parallel.rules import AxisSizes
 from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
 from stepwell.train.guard import GuardStop, Verdict
@@ -42,7 +44,7 @@ from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted,
 Result = TypeVar("Result")
 
 # What may change between a run and its continuation without changing what is computed.
-FREE_SECTIONS = ("name", "dir", "log", "layout")
+FREE_SECTIONS = ("name", "dir", "log", "layout", "remat")
 FREE_KEYS = (
     "checkpoint.asynchronous",
     "checkpoint.every_steps",
@@ -57,8 +59,8 @@ FREE_KEYS = (
 
 
 # What a checkpoint's `extra` holds besides the loop's own.
-METRICS, METHOD = "metrics", "method"
-OWN = (METRICS, METHOD, TOKENIZER)
+METRICS, METHOD, MACHINE = "metrics", "method", "machine"
+OWN = (METRICS, METHOD, MACHINE, TOKENIZER)
 RECIPE = "run.toml"
 # What lets the step end, saves and stops. SIGUSR1 is what a Slurm script can send through srun.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -209,16 +211,18 @@ class Session:
         """Logs one step. batch: this rank's rows of it.
 
         Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
-        and the peak of all ranks, HFU adds the logits that were computed twice. Peak memory is that
-        of this rank's process (CPU, with its libraries) or of its tensors (CUDA). The time runs
-        from the last step's end, so that reading data and handing over a checkpoint are in it.
+        and the peak of all ranks, HFU adds what was computed twice (logits, and blocks under
+        `remat`). Peak memory is that of this rank's process (CPU, with its libraries) or of its
+        tensors (CUDA). The time runs from the last step's end, so that reading data and handing
+        over a checkpoint are in it.
         """
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         mesh = self.engine.mesh
-        local = torch.tensor([step_flops(self.run, batch)], dtype=torch.float64) * mesh.counts_rows
-        flops = all_reduce_sum(local, mesh).item()
-        twice = stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
+        counts = [step_flops(self.run, batch), recomputed_flops(self.run, mesh.sizes, batch)]
+        local = torch.tensor(counts, dtype=torch.float64) * mesh.counts_rows
+        flops, twice = all_reduce_sum(local, mesh).tolist()
+        twice += stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
         if info.step % self.run.train.log_every and not self.finished:
             return
         scale = self.engine.loss_scale
@@ -305,7 +309,7 @@ class Session:
         self.wait()
         step = self.engine.step
         evaluated, metrics = self._evaluation
-        extra = {**extra, METHOD: self.run.method.kind}
+        extra = {**extra, METHOD: self.run.method.kind, MACHINE: machine(self.engine.mesh)}
         if self.tokenizer is not None:
             extra[TOKENIZER] = self.tokenizer
         if evaluated == step:
@@ -401,7 +405,8 @@ def _started(
     if start is None:
         return engine, None, None
     extra = engine.load(start, branch=latest is None)
-    extra.pop(METRICS, None)
+    for key in (METRICS, MACHINE):
+        extra.pop(key, None)
     found = extra.pop(METHOD, run.method.kind)
     if found != run.method.kind:
         raise ConfigError(
@@ -508,6 +513,19 @@ def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def machine(mesh: Mesh) -> dict[str, Any]:
+    """What rounding depends on besides the run's settings; on every rank that of this one."""
+    device = mesh.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(mesh.device)
+    return {
+        "ranks": mesh.world,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "device": device,
+    }
+
+
 def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -525,6 +543,16 @@ def step_flops(run: Run, batch: Batch) -> float:
     loss_tokens = int((batch.weights_BT != 0).sum())
     body = num_tokens * (per_token.blocks + per_token.attention)
     return 3 * (body + loss_tokens * per_token.head)
+
+
+def recomputed_flops(run: Run, sizes: AxisSizes, batch: Batch) -> float:
+    """What `remat` adds to `step_flops`: blocks that are computed again."""
+    lengths = document_lengths(batch)
+    if not lengths:
+        return 0.0
+    blocks, attention = recomputed(run, sizes)
+    per_token = flops_per_token(run.model, attended_seq_len(lengths))
+    return sum(lengths) * per_token.recomputed(blocks=blocks, attention=attention)
 
 
 def document_lengths(batch: Batch) -> list[int]:
