@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, fields
 
 from stepwell.config import ModelConfig, Run
-from stepwell.models.activations import at_block, held
+from stepwell.models.activations import Segment, at_block, held
 from stepwell.parallel.lever_rules import host_bytes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.shards import num_shards
@@ -221,12 +221,18 @@ def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
     return copies
 
 
-def _activations(s: Sizes, num_bytes: int) -> int:
-    """On the device, of `num_bytes` of the micro-batch at work."""
-    if s.run.offload.activations:
-        window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
-        return min(num_bytes, window)
-    return num_bytes + s.waiting
+def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
+    """Activations of the segments before the one at work, and of other micro-batches.
+
+    What autograd saves outside of recomputed blocks is offloaded, but for what is on its way;
+    products that are kept inside stay on the device.
+    """
+    kept = held(before, s.saved)
+    if not s.run.offload.activations:
+        return kept + s.waiting
+    inside = sum(s.saved.products - s.saved.input for x in before if x.keep == "products")
+    window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
+    return inside + min(kept - inside, window)
 
 
 def _forward(s: Sizes) -> MemoryItems:
@@ -238,7 +244,7 @@ def _forward(s: Sizes) -> MemoryItems:
         optimizer=optimizer,
         gradients=_gradients(s, 0, root=False) if _accumulates(s) else 0,
         working_copies=_copies(s, 1 + s.run.layout.prefetch_forward, casts, head=True),
-        activations=_activations(s, held(s.segments, s.saved)) + s.saved_by_root,
+        activations=_waiting(s, s.segments) + s.saved_by_root,
         logits=s.kept_logits,
         workspace=s.loss_forward,
     )
@@ -261,8 +267,9 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     """Inside the backward pass of block `number`."""
     run, place = s.run, blocks.index(number)
     parameters, optimizer = _resting(s)
-    start, stop, _ = next(x for x in s.segments if x.start <= number < x.stop)
-    before = sum(b - a for a, b, kept in s.segments if kept == "all" and b <= start)
+    segment = next(x for x in s.segments if x.start <= number < x.stop)
+    earlier = tuple(x for x in s.segments if x.stop <= segment.start)
+    cast_before = sum(x.keep == "all" for x in earlier)
     head = 0 if _accumulates(s) and not run.model.tied else s.p * s.head
     if run.layout.compile:  # the block's gradients appear together
         casts = s.p * s.block.whole
@@ -273,13 +280,13 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
         casts += s.a * s.block.whole + (s.r * s.block.whole if _sharded(s) else 0)
     if run.optim.release_gradients:
         casts += s.p * (s.block.shard if s.grouped else run.model.d_model * run.model.d_ff)
-    in_use = max(stop - start, 1) + run.layout.prefetch_backward
+    in_use = segment.stop - segment.start + run.layout.prefetch_backward
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
         gradients=_gradients(s, len(blocks) - place - 1, root=False) + head,
-        working_copies=_copies(s, in_use, before + number - start + 1, head=False),
-        activations=_activations(s, at_block(s.segments, s.saved, number)),
+        working_copies=_copies(s, in_use, cast_before + number - segment.start + 1, head=False),
+        activations=_waiting(s, earlier) + at_block((segment,), s.saved, number),
         workspace=s.block_workspace + casts,
     )
 
