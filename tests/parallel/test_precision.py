@@ -246,6 +246,15 @@ def test_a_refused_step_still_counts_in_the_history():
     assert (engine.delayed_scaling.history_LRH[:, :, 1] > 0).all()
 
 
+def test_a_pass_that_is_dropped_leaves_no_maxima():
+    engine = build(small_run(**DELAYED))
+    gradients(engine)
+    assert all(layer.fp8.seen.all() for layer in layers_of(engine.pieces).values())
+    engine.drop_gradients()
+    engine.delayed_scaling.update(engine.mesh)
+    assert not engine.delayed_scaling.history_LRH.any()
+
+
 def test_scoring_uses_the_scales_and_records_nothing():
     engine = build(small_run(**DELAYED))
     engine.logprobs(global_batch())

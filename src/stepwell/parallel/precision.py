@@ -116,11 +116,16 @@ class DelayedScaling:
         seen_LR = torch.zeros_like(self.history_LRH[..., 0])
         for i, (_, seen) in self.layers:
             seen_LR[i] = torch.maximum(seen_LR[i], seen.nan_to_num(nan=math.inf))
-            seen.zero_()
+        self.forget()
         seen_LR1 = all_reduce_max(seen_LR, mesh).unsqueeze(-1)
         newer = torch.cat([seen_LR1, self.history_LRH[..., :-1]], dim=-1)
         self.history_LRH = torch.where(seen_LR1.isfinite(), newer, self.history_LRH)
         self._set_scales()
+
+    def forget(self) -> None:
+        """Leaves out what was seen since the last update."""
+        for _, (_, seen) in self.layers:
+            seen.zero_()
 
     def _set_scales(self) -> None:
         amax_LR = self.history_LRH.amax(-1)
@@ -140,8 +145,7 @@ class DelayedScaling:
             for r, values in enumerate(state.get(name, ())):
                 newest = torch.tensor(values[: self.history_LRH.shape[-1]])
                 self.history_LRH[i, r, : len(newest)] = newest
-        for _, (_, seen) in self.layers:
-            seen.zero_()
+        self.forget()
         self._set_scales()
 
 
