@@ -21,8 +21,7 @@ def main(words: list[str]) -> int:
     counter = Path(f"steps-{os.environ['SLURM_JOB_ID']}")
     step = len(counter.read_text()) if counter.exists() else 0
     counter.write_text("x" * (step + 1))
-    tasks = [start(words, rank, num_tasks, step, options["--output"]) for rank in range(num_tasks)]
-    Path(f"pids-{step}").write_text(" ".join(str(task.pid) for task in tasks))
+    tasks: list[subprocess.Popen] = []
 
     def on_signal(number: int, _frame: object) -> None:
         for task in tasks:
@@ -30,6 +29,9 @@ def main(words: list[str]) -> int:
 
     signal.signal(signal.SIGUSR1, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
+    for rank in range(num_tasks):
+        tasks.append(start(words, rank, num_tasks, step, options["--output"]))
+    Path(f"pids-{step}").write_text(" ".join(str(task.pid) for task in tasks))
     codes = [task.wait() for task in tasks]
     return max(code if code >= 0 else 128 - code for code in codes)
 

@@ -82,6 +82,7 @@ def test_a_killed_rank_costs_a_restart_and_no_bit(world, tmp_path):
     assert ranks_in(tmp_path / "b") == {}
 
 
+@pytest.mark.slow
 def test_the_launcher_names_the_one_of_four_that_was_killed(world, tmp_path):
     steps = {**STEPS, "train.steps": 1000}
     arguments = words("pretrain", settings("pretrain", str(tmp_path / "run"), **steps))

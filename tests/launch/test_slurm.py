@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from stepwell import cli
 from stepwell.cli import main
 from stepwell.launch.slurm import Job, batch_script, check_job, seconds
 from stepwell.metrics import read_events
 from stepwell.types import ConfigError
 from tests import runs
+from tests.parallel.ranks import run_ranks
 from tests.runs import assert_equal, final_weights, measured, settings, words
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -144,50 +146,93 @@ class Cluster:
         return calls.read_text().splitlines() if calls.exists() else []
 
 
-def signal_at(process, metrics: Path, num_lines: int, send) -> None:
-    """Calls send() once there are so many more lines than now."""
-    count = lambda: metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    wanted, end = count() + num_lines, time.monotonic() + 100
-    while count() < wanted:
-        assert process.poll() is None, "it ended too early"
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    send()
+# Stands for training: ends with 130 after SIGUSR1, or at once with the code that it is given.
+TASK = """
+trap 'echo saved; exit ${2:-130}' USR1
+echo $1 > ready-$SLURM_PROCID
+[[ $1 == wait ]] || exit $1
+while true; do sleep 0.02; done
+"""
 
 
-def test_a_job_is_stopped_queued_again_and_survives_a_dead_rank(tmp_path, monkeypatch, capsys):
+def job_of_task(folder: Path, *words: str, **settings) -> tuple[Cluster, subprocess.Popen]:
+    (folder / "task.sh").write_text(TASK)
+    job = Job("tiny", gpus_per_node=0, tasks_per_node=2, **settings)
+    (folder / "job.sh").write_text(batch_script(job, ["bash", "task.sh", *words], str(folder)))
+    cluster = Cluster(folder)
+    return cluster, cluster.start(folder / "job.sh")
+
+
+@pytest.mark.parametrize(
+    ("number", "settings", "after", "code", "calls"),
+    [
+        (signal.SIGUSR1, {}, "130", 130, ["requeue 4711"]),
+        (signal.SIGUSR1, {"requeue": False}, "130", 130, []),
+        (signal.SIGTERM, {}, "130", 130, []),
+        # The run was done just then, or could not go on.
+        (signal.SIGUSR1, {}, "0", 0, []),
+        (signal.SIGUSR1, {}, "5", 5, []),
+    ],
+)
+def test_a_signal_lets_the_tasks_save(tmp_path, number, settings, after, code, calls):
+    cluster, job = job_of_task(tmp_path, "wait", after, **settings)
+    wait_until(lambda: all((tmp_path / f).exists() for f in ("ready-0", "ready-1", "pids-0")))
+    job.send_signal(number)
+    assert job.wait(20) == code
+    assert cluster.said().count("saved") == 2
+    assert cluster.queued_again() == calls
+    assert (tmp_path / "steps-4711").read_text() == "x"
+
+
+@pytest.mark.parametrize(("code", "num_steps"), [(0, 1), (2, 1), (5, 1), (6, 3), (137, 3), (1, 3)])
+def test_what_is_started_again(tmp_path, code, num_steps):
+    cluster, job = job_of_task(tmp_path, str(code), max_restarts=2)
+    assert job.wait(20) == code, cluster.said()
+    assert len((tmp_path / "steps-4711").read_text()) == num_steps
+    assert cluster.queued_again() == []
+
+
+def wait_until(condition, timeout_s: float = 120.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_training_survives_a_dead_rank_and_preemption(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(runs.make_world(tmp_path))
-    steps = {"train.steps": 40, "checkpoint.every_steps": 5}
+    steps = {"train.steps": 40, "checkpoint.every_steps": 2}
     keys = words("pretrain", settings("pretrain", "run", **steps))[1:]
     (tmp_path / "tiny.toml").write_text("")
     asked = ["launch", "--slurm", "tiny.toml", "--gpus-per-node", "0", "--tasks-per-node", "2"]
     assert main([*asked, "-o", "job.sh", "--", *keys, "--fresh"]) == 0
     assert "1 nodes x 2 tasks = 2 ranks" in capsys.readouterr().out
-    cluster, metrics = Cluster(tmp_path), tmp_path / "run/metrics.jsonl"
+    cluster, folder = Cluster(tmp_path), tmp_path / "run"
 
-    # The time is nearly over: it saves and goes back into the queue.
     job = cluster.start(Path("job.sh"))
-    signal_at(job, metrics, 3, lambda: job.send_signal(signal.SIGUSR1))
-    assert job.wait(100) == 130, cluster.said()
-    assert cluster.queued_again() == ["requeue 4711"]
-    # Preempted: it saves, and Slurm itself queues it again. --fresh does not start it over.
-    job = cluster.start(Path("job.sh"), 1)
-    signal_at(job, metrics, 3, lambda: job.send_signal(signal.SIGTERM))
-    assert job.wait(100) == 130, cluster.said()
-    assert cluster.queued_again() == ["requeue 4711"]
     # A rank dies: all start again in this allocation.
-    job = cluster.start(Path("job.sh"), 2)
-    pids = tmp_path / "pids-2"
-    signal_at(job, metrics, 8, lambda: os.kill(int(pids.read_text().split()[1]), signal.SIGKILL))
-    assert job.wait(200) == 0, cluster.said()
+    wait_until(lambda: any(folder.glob("checkpoints/step-*")) or job.poll() is not None)
+    os.kill(int((tmp_path / "pids-0").read_text().split()[1]), signal.SIGKILL)
+    wait_until(lambda: len(happened(folder)) == 1 or job.poll() is not None)
+    # Preempted: it saves, and Slurm queues it again.
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(120) == 130, cluster.said()
     assert "rank 1 is missing" in cluster.said()
     assert "start 1 of 3 more" in cluster.said()
-    names = [event["event"] for event in read_events(tmp_path / "run")]
-    assert names == ["interrupted", "resume", "interrupted", "resume", "resume"]
+    assert cluster.queued_again() == []
+    # --fresh does not start it over.
+    job = cluster.start(Path("job.sh"), 1)
+    assert job.wait(120) == 0, cluster.said()
+    assert happened(folder) == ["resume", "interrupted", "resume"]
 
-    whole = settings("pretrain", "whole", **steps)
-    assert main([*asked, "-o", "whole.sh", "--", *words("pretrain", whole)[1:]]) == 0
-    job = cluster.start(Path("whole.sh"))
-    assert job.wait(200) == 0, cluster.said()
-    assert measured(tmp_path / "run") == measured(tmp_path / "whole")
-    assert_equal(final_weights(tmp_path / "run"), final_weights(tmp_path / "whole"))
+    whole = words("pretrain", settings("pretrain", "whole", **steps))
+    run_ranks(cli.main, 2, whole)
+    assert measured(folder) == measured(tmp_path / "whole")
+    assert_equal(final_weights(folder), final_weights(tmp_path / "whole"))
+
+
+def happened(folder: Path) -> list[str]:
+    if not (folder / "events.jsonl").exists():
+        return []
+    return [event["event"] for event in read_events(folder)]
