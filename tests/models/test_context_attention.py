@@ -1,7 +1,9 @@
 """Ring and all-to-all against attention on one rank, and what they send, hold and compute."""
 
 import itertools
+import re
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -197,12 +199,23 @@ def across_ranks(method, heads, kv_heads, window, dtype):
     return gathered
 
 
+class Watched(NamedTuple):
+    """A message under way that notes when it is waited for."""
+
+    work: dist.Work
+    events: list[str]
+
+    def wait(self):
+        self.events.append("wait")
+        return self.work.wait()
+
+
 def measured_ring():
     """A ring of larger blocks, with everything that is sent, held and computed counted."""
     ring = Ring.of(world().group_name)
     shares = Shares(BORDERS, chunks(ring.size).tolist())
     q, k, v, grad = (dealt(x, chunks(ring.size))[ring.rank].float().clone() for x in tensors())
-    counts = {"bytes": [], "blocks": [], "pairs": [0, 0]}
+    counts = {"bytes": [], "blocks": [], "pairs": [0, 0], "events": []}
     alive = {}
     send = dist.batch_isend_irecv
 
@@ -212,13 +225,15 @@ def measured_ring():
         if ops[0].tag == 0:  # keys and values
             alive.update({id(x): weakref.ref(x) for x in (sent, received)})
             counts["blocks"].append(sum(ref() is not None for ref in alive.values()))
-        return send(ops)
+        counts["events"].append("send")
+        return [Watched(work, counts["events"]) for work in send(ops)]
 
     def counting(number, compute):
         def counted(*args):
             *held, tiles, window = args
             for tile in tiles:
                 counts["pairs"][number] += tile.num_pairs(window)
+                counts["events"].append("compute")
                 yield from compute(*held, [tile], window)
 
         return counted
@@ -227,12 +242,12 @@ def measured_ring():
     dist.batch_isend_irecv = counting_send
     try:
         out, lse = ring_forward(q, k, v, shares, ring, kernel)
-        forward_bytes = list(counts["bytes"])
+        forward_bytes, forward_events = list(counts["bytes"]), list(counts["events"])
         counts["bytes"].clear()
         ring_backward(grad, q, k, v, out, lse, shares, ring, kernel)
     finally:
         dist.batch_isend_irecv = send
-    return forward_bytes, counts["bytes"], max(counts["blocks"]), counts["pairs"]
+    return forward_bytes, counts["bytes"], max(counts["blocks"]), counts["pairs"], forward_events
 
 
 CASES = {
@@ -269,7 +284,7 @@ def test_equals_one_rank_with_gradients(ranks):
 def test_ring_sends_blocks_and_gradients_to_all_but_itself(ranks):
     num_ranks, results = ranks
     block = 2 * (ROWS * T // num_ranks) * 2 * 8 * 4  # K and V, tokens, heads, head_dim, float32
-    for forward, backward, _, _ in results["measured"]:
+    for forward, backward, *_ in results["measured"]:
         assert forward == [block] * (num_ranks - 1)
         assert sorted(backward) == [block] * (2 * (num_ranks - 1))
 
@@ -283,3 +298,14 @@ def test_ring_computes_the_visible_pairs_and_no_others(ranks):
     num_ranks, results = ranks
     wanted = Shares(BORDERS, chunks(num_ranks).tolist()).visible_pairs()
     assert [rank[3] for rank in results["measured"]] == [[n, n] for n in wanted]
+
+
+def test_blocks_travel_while_tiles_are_computed(ranks):
+    """A rank that sees nothing of a block has nothing to compute."""
+    num_ranks, results = ranks
+    order = re.compile(r"send(?: compute)*(?: wait){2} ")
+    for *_, events in results["measured"]:
+        line = " ".join(events) + " "
+        assert len(order.findall(line)) == num_ranks - 1
+        assert set(order.sub("", line).split()) <= {"compute"}
+    assert any(rank[-1][:2] == ["send", "compute"] for rank in results["measured"])

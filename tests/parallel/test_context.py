@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from stepwell.data.batch import padding
 from stepwell.data.packing import pack_rows
@@ -115,6 +116,9 @@ def ranks(request):
         f"{model}, {batch}, {overrides}": (step, run_of(model, **overrides), batch)
         for model, batch, overrides in settings(request.param)
     }
+    for mode in ("none", "full", "selective"):
+        run = run_of(**LAYOUTS[request.param][0], **{"remat.mode": mode})
+        jobs[f"exchanges, {mode}"] = (exchanges, run)
     for method in METHODS:
         layout = {**LAYOUTS[request.param][0], "layout.cp_method": method}
         jobs[f"counts, {method}"] = (counts, run_of(**layout, **{"loss.keep_logits": "never"}))
@@ -146,6 +150,33 @@ def counts(run):
     stats = engine.forward_backward(batch, cross_entropy(run.loss))
     streamed = engine.forward_backward(with_stream(batch), streamed_loss())
     return logprobs_BT, heldout, all_reduce_sum(flops, mesh).item(), stats, streamed
+
+
+def exchanges(run):
+    """How often a step passes a block on."""
+    mesh = init_distributed(run.layout)
+    engine = Engine(run, mesh=mesh)
+    send, sent = dist.batch_isend_irecv, []
+
+    def counting_send(ops):
+        sent.append(ops)
+        return send(ops)
+
+    dist.batch_isend_irecv = counting_send
+    try:
+        engine.forward_backward(share_of(global_batch(), mesh), cross_entropy(run.loss))
+    finally:
+        dist.batch_isend_irecv = send
+    return len(sent)
+
+
+def test_recomputation_repeats_the_ring_only_where_it_keeps_nothing(ranks):
+    """Keys and values in the forward pass and again, with their gradients, in the backward."""
+    num_ranks, results = ranks
+    once = (num_ranks - 1) * 2 * 4  # blocks of the model, micro-batches
+    assert results["exchanges, none"] == [3 * once] * num_ranks
+    assert results["exchanges, selective"] == [3 * once] * num_ranks
+    assert results["exchanges, full"] == [4 * once] * num_ranks
 
 
 def with_stream(batch):

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from stepwell.models.activations import Keep
 
-# What `products` keeps: matrix products, attention (its log-sum-exp too), sums over ranks, and
-# choices, which a recomputation could make differently. Names, because not every build has all.
+# What `products` keeps: matrix products, attention (its log-sum-exp too), what came from other
+# ranks, and choices, which a recomputation could make differently. Names, because not every build
+# has all.
 KEPT_OPERATORS = (
     "aten::mm",
     "aten::addmm",
@@ -27,6 +28,7 @@ KEPT_OPERATORS = (
     "aten::_grouped_mm",
     "aten::_scaled_mm",
     "stepwell::packed_attention",
+    "stepwell::ring_attention",
     "torch_attn::_varlen_attn",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -34,6 +36,7 @@ KEPT_OPERATORS = (
     "aten::_scaled_dot_product_cudnn_attention",
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",
+    "_c10d_functional::all_to_all_single",
     "aten::topk",
     "aten::sort",
     "aten::argsort",
