@@ -1,4 +1,5 @@
-"""The shadow check: its numbers, that it changes nothing, and that loops log and report it."""
+"""The shadow check: its numbers, that it changes nothing, and that loops log and report it; the
+loss scale in the log."""
 
 import math
 import os
@@ -162,3 +163,23 @@ def test_loops_log_it_every_so_many_steps_and_report_what_is_too_far(world, meth
             value for key, value in line.items() if key.startswith(f"{DIFFERENCE}.")
         )
     runs.assert_equal(runs.final_weights(loud), runs.final_weights(run("none")))
+
+
+def test_the_log_shows_the_loss_scale_of_each_step(world):
+    fp16 = {
+        "precision.compute": "fp16",
+        "precision.loss_scale.initial": 2.0**24,
+        "precision.loss_scale.growth_steps": 2,
+    }
+    pretrain(Run.parse({}, runs.settings("pretrain", "fp16", **fp16, **{"train.steps": 12})))
+    lines = read_lines(world / "fp16" / "metrics.jsonl")
+    scale, good = 2.0**24, 0
+    for line in lines:
+        good = 0 if line["train/skipped"] else good + 1
+        scale *= 0.5 if line["train/skipped"] else 2 if good == 2 else 1
+        good %= 2
+        assert line["precision/loss_scale"] == scale
+    skips = [e for e in read_events(world / "fp16") if e["event"] == "skip"]
+    assert [e["step"] for e in skips] == [n["step"] for n in lines if n["train/skipped"]]
+    assert "overflowed fp16 at the loss scale" in skips[0]["reason"]
+    assert not lines[-1]["train/skipped"] or not lines[-2]["train/skipped"]
