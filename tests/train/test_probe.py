@@ -15,6 +15,7 @@ from tests.parallel.ranks import run_jobs
 
 PLAIN = cross_entropy(base_run().loss)
 BAD_TOKEN = 60
+EVEN = {"model.vocab_size": 64, "model.d_ff": 28}
 
 
 def share(engine: Engine) -> Batch:
@@ -115,17 +116,23 @@ def _one_rank_alone(layout):
     return first_non_finite(engine, batch, PLAIN), batch.sample_ids
 
 
-def test_all_ranks_agree_under_fsdp():
+def test_all_ranks_agree_under_every_axis():
     found = run_jobs(
         2,
         zero3=(_on_rank, "blocks.1.attn.wo.weight", {}),
         zero1=(_on_rank, "blocks.0.mlp.w_up.weight", {"layout.zero": 1}),
+        tensor=(_on_rank, "blocks.1.attn.wo.weight", {**EVEN, "layout.tp": 2}),
+        context=(_on_rank, "blocks.1.attn.wo.weight", {**EVEN, "layout.cp": 2}),
+        pipeline=(_on_rank, "blocks.1.attn.wo.weight", {**EVEN, "layout.pp": 2}),
         one=(_one_rank_alone, {}),
     )
-    for name, layer in (("zero3", "blocks.1.attn.wo"), ("zero1", "blocks.0.mlp.w_up")):
+    for name in ("zero3", "zero1", "tensor", "context", "pipeline"):
         (first, clean), (second, also) = found[name]
         assert first == second
-        assert (first.layer, first.kind, first.rank) == (layer, "activation", 0)
+        layer = "blocks.0.mlp.w_up" if name == "zero1" else "blocks.1.attn.wo"
+        rank = 1 if name == "pipeline" else 0  # the one that has the block
+        assert (first.layer, first.kind, first.rank) == (layer, "activation", rank)
+        assert first.sample_ids == global_batch().sample_ids[:2]
         assert clean
         assert also
     (first, _), (second, ids) = found["one"]

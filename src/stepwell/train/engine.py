@@ -7,6 +7,7 @@ flat loop that calls `forward_backward` and `optim_step`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,7 @@ class Engine:
         check_run(run, self.mesh.world)
         check_host(run, self.mesh.sizes, grouped=self.mesh.device_mesh is not None)
         if run.layout.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
             torch.use_deterministic_algorithms(True)
         self.pieces, self.pipeline = [], None
         if run.layout.pp == 1:

@@ -181,7 +181,7 @@ def first_non_finite(
     found = None
     if first is not None:
         micro, layer, kind = first
-        size = engine.run.train.micro_batch_rows
+        size = max(1, min(engine.run.train.micro_batch_rows, batch.num_rows))
         ids = batch.sample_ids[micro * size : (micro + 1) * size]
         found = Finding(layer, kind, engine.mesh.rank, micro, ids)
     every = [f for f in all_gather_objects(found, engine.mesh) if f is not None]
