@@ -23,6 +23,7 @@ from stepwell.models.context_attention import (
 )
 from stepwell.models.shares import Shares, deal
 from stepwell.models.tile_attention import Kernel, add, merge
+from stepwell.parallel.traffic import count_collectives
 from tests.parallel.ranks import run_jobs
 
 T, ROWS = 24, 2
@@ -168,19 +169,24 @@ def test_variable_length_tiles_on_a_card(window, heads, kv_heads):
 # --- on ranks -----------------------------------------------------------------------------------
 
 
-def world() -> dist.ProcessGroup:
+def world(device="cpu") -> dist.ProcessGroup:
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
     group = dist.group.WORLD
     assert group is not None
     return group
 
 
-def across_ranks(method, heads, kv_heads, window, dtype):
+def across_ranks(method, heads, kv_heads, window, dtype, device="cpu"):
     """Output and gradients of all tokens, put together from every rank's."""
-    group = world()
+    group = world(device)
     parts = chunks(group.size())
-    q, k, v, grad = (dealt(x, parts)[group.rank()].clone() for x in tensors(heads, kv_heads, dtype))
+    q, k, v, grad = (
+        dealt(x, parts)[group.rank()].clone()
+        for x in tensors(heads, kv_heads, dtype, device=device)
+    )
     for x in (q, k, v):
         x.requires_grad_()
     borders = torch.tensor(BORDERS, dtype=torch.int32)
@@ -189,14 +195,40 @@ def across_ranks(method, heads, kv_heads, window, dtype):
     else:
         held = tokens_for_heads(q, k, v, parts, group)
         assert [x.shape[0] for x in held] == [ROWS * T] * 3
-        out = heads_for_tokens(attend(*held, borders, window), parts, group)
+        out = heads_for_tokens(attend(*held, borders.to(device), window), parts, group)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
     gathered = []
     for x in found:
         ranks = [torch.empty_like(x) for _ in range(group.size())]
         dist.all_gather(ranks, x.contiguous())
-        gathered.append(in_order(torch.stack(ranks), parts))
+        gathered.append(in_order(torch.stack(ranks), parts).cpu())
     return gathered
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_two_cards_are_one_rank(method, dtype):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two cards")
+    jobs = {str(w): (across_ranks, method, 4, 2, w, dtype, "cuda") for w in WINDOWS}
+    tolerance = 1e-9 if dtype == torch.float64 else 5e-2
+    for window, rank_results in zip(WINDOWS, run_jobs(2, **jobs).values(), strict=True):
+        for rank_result in rank_results:
+            for a, b in zip(rank_result, on_one_rank(tensors(), window), strict=True):
+                torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
+
+
+def measured_exchange(heads, kv_heads):
+    """All-to-all's collectives, forward and backward."""
+    group = world()
+    parts = chunks(group.size())
+    q, k, v, _ = (dealt(x, parts)[group.rank()].float() for x in tensors(heads, kv_heads))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    with count_collectives() as found:
+        held = tokens_for_heads(q, k, v, parts, group)
+        heads_for_tokens(held[0] + held[1].mean() + held[2].mean(), parts, group).sum().backward()
+    return [(one.kind, one.num_bytes) for one in found]
 
 
 class Watched(NamedTuple):
@@ -264,7 +296,10 @@ CASES = {
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request):
     jobs = {name: (across_ranks, *case) for name, case in CASES.items()}
-    return request.param, run_jobs(request.param, **jobs, measured=(measured_ring,))
+    exchange = (measured_exchange, 4, 1)
+    return request.param, run_jobs(
+        request.param, **jobs, measured=(measured_ring,), exchange=exchange
+    )
 
 
 def test_equals_one_rank_with_gradients(ranks):
@@ -287,6 +322,15 @@ def test_ring_sends_blocks_and_gradients_to_all_but_itself(ranks):
     for forward, backward, *_ in results["measured"]:
         assert forward == [block] * (num_ranks - 1)
         assert sorted(backward) == [block] * (2 * (num_ranks - 1))
+
+
+def test_all_to_all_sends_each_head_once_each_way(ranks):
+    """The one key/value head is repeated to as many as there are ranks."""
+    num_ranks, results = ranks
+    per_head = (ROWS * T // num_ranks) * 8 * 4  # tokens, head_dim, float32
+    there, back = (4 + 2 * num_ranks) * per_head, 4 * per_head
+    wanted = [("all-to-all", size) for size in (there, back, back, there)]
+    assert results["exchange"] == [wanted] * num_ranks
 
 
 def test_ring_holds_two_blocks(ranks):

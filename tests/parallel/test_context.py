@@ -272,3 +272,15 @@ def test_impossible_layouts_are_refused(overrides, world, message):
         check_run(run_of(**overrides), world)
     legal = {**overrides, "layout.cp_method": "ring", "data.seq_len": 16}
     assert check_run(run_of(**legal), world).cp == overrides["layout.cp"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_take_part(references):
+    layout = {"layout.cp": 2, "layout.compile": True}
+    jobs = {
+        method: (step, run_of(**layout, **{"layout.cp_method": method}), "documents")
+        for method in METHODS
+    }
+    for method, rank_results in run_jobs(2, **jobs).items():
+        for got in rank_results:
+            assert_same(got, references["tied", "documents"], 1e-9, method)
