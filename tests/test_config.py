@@ -126,6 +126,13 @@ def test_none_removes_an_optional_section():
     assert run.model.rope_scaling is None
 
 
+def test_numbers_among_given_options():
+    assert Run.parse({}, {"layout.zero": "1"}).layout.zero == 1
+    for wrong in ("7", 7, "one"):
+        with pytest.raises(ConfigError, match="must be one of 0, 1, 2, 3"):
+            Run.parse({}, {"layout.zero": wrong})
+
+
 def test_overrides_leave_the_given_values_alone():
     values = {"data": {"sources": [{"path": "x"}]}}
     Run.parse(values, {"data.sources.0.path": "y", "optim.lr": 1.0})
@@ -241,7 +248,7 @@ def test_no_number_and_no_flag_takes_another_type():
         ({"optim": {"lr": float("inf")}}, "optim.lr = inf"),
         (
             {"optim": {"kind": "adam"}},
-            "optim.kind = 'adam': must be one of adamw, muon (did you mean 'adamw'?)",
+            "optim.kind = 'adam': must be one of adamw, adamw8bit, muon (did you mean 'adamw'?)",
         ),
         ({"data": {"sources": [{}]}}, "data.sources.0.path is missing"),
     ],

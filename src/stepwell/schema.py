@@ -117,7 +117,7 @@ def _rule(item: Mapping[str, Any], allowed: list[Any]) -> str:
         case "less_than_equal":
             return f"must be at most {context['le']}; that is the nearest legal value"
         case "literal_error":
-            options = [o for a in allowed if get_origin(a) is Literal for o in get_args(a)]
+            options = [str(option) for option in _options(allowed)]
             return f"must be one of {', '.join(options)}{nearest(str(value), options)}"
         case "int_type" if isinstance(value, float):
             return f"must be a whole number; the nearest is {round(value)}"
@@ -125,6 +125,8 @@ def _rule(item: Mapping[str, Any], allowed: list[Any]) -> str:
             return "must be a finite number"
         case "string_type":
             return "must be text"
+        case "tuple_type":
+            return "must be a list"
         case "int_type" | "float_type" | "bool_type":
             return f"must be {next(WORDS[a] for a in allowed if a in WORDS)}"
     return item["msg"]
@@ -187,6 +189,11 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _options(allowed: list[Any]) -> list[Any]:
+    """The values of all literals."""
+    return [option for a in allowed if get_origin(a) is Literal for option in get_args(a)]
+
+
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
@@ -216,7 +223,8 @@ def _plain(text: str, allowed: list[Any]) -> Any:
     """The number, true or false that `text` says; text that says none is left for the message."""
     if bool in allowed:
         return BOOLEANS.get(text.lower(), text)
-    for kind in [k for k in (int, float) if k in allowed]:
+    numbers = {*allowed, *map(type, _options(allowed))}
+    for kind in [k for k in (int, float) if k in numbers]:
         try:
             return kind(text)
         except ValueError:

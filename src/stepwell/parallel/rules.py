@@ -215,6 +215,8 @@ def _given_stages(
 def _micro_batches(run: Run, sizes: AxisSizes) -> str | None:
     if sizes.pp == 1 or run.method.kind == "grpo":  # its rows are not known beforehand
         return None
+    if run.optim.release_gradients:  # one micro-batch; another rule refuses that
+        return None
     train, shares = run.train, sizes.dp_replicate * sizes.dp_shard
     rows = -(-train.global_batch_rows // shares)
     number, fewest = -(-rows // train.micro_batch_rows), fewest_micro_batches(run.layout)

@@ -21,7 +21,7 @@ from stepwell.eval.grade import Prompt, Verifier, check_columns
 from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.models.transformer import TokenOutputs
-from stepwell.parallel.mesh import all_gather_objects
+from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
 from stepwell.posttrain.rollout import Rollouts, collect
 from stepwell.tokenizer import Tokenizer
@@ -158,10 +158,12 @@ def grpo(
                 seed=rollout_seed(run.train.seed, num_rollouts),
             )
             num_rollouts += 1
-            rows = gathered_rows(rollouts, session)
+            shares = all_shares(rollouts, session.engine.mesh)
+            rollouts = shares[session.engine.mesh.data_rank]
+            rows = [row for share in shares for row in share.rows()]
             if session.engine.step == start:
                 check_failures(rows)
-            more = rollout_metrics(rollouts, rows, session)
+            more = rollout_metrics(shares, rows)
             batch = pack_rollouts(rollouts, method, run.data.seq_len, tokenizer.pad_id)
             if method.updates_per_rollout > 1:
                 old_BT = session.engine.logprobs(batch, method.temperature)
@@ -211,10 +213,17 @@ def rollout_seed(seed: int, num_rollouts: int) -> int:
     return seed * 1_000_003 + num_rollouts
 
 
-def gathered_rows(rollouts: Rollouts, session: Session) -> list[dict[str, Any]]:
-    """A row for each completion of all ranks."""
-    parts = all_gather_objects(rollouts.rows(), session.engine.mesh)
-    return [row for part in parts for row in part]
+def all_shares(rollouts: Rollouts, mesh: Mesh) -> list[Rollouts]:
+    """What the first rank of each data share has, by the share's number.
+
+    Its other ranks have had the same prompts answered and verified; where an answer depends on a
+    device's last digit, or a verdict on the clock, theirs could differ, and one batch needs one
+    truth.
+    """
+    parts = all_gather_objects(rollouts if mesh.counts_rows else None, mesh)
+    firsts = [part for part in parts if part is not None]
+    assert len(firsts) == mesh.data_world
+    return firsts
 
 
 def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -226,16 +235,9 @@ def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def rollout_metrics(
-    rollouts: Rollouts, rows: list[dict[str, Any]], session: Session
-) -> dict[str, float]:
-    """Over all ranks: rewards, lengths, dead groups, errors of the verifier."""
-    mesh = session.engine.mesh
-    groups = [
-        group
-        for part in all_gather_objects([g.rewards for g in rollouts.groups], mesh)
-        for group in part
-    ]
+def rollout_metrics(shares: Sequence[Rollouts], rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Over all shares: rewards, lengths, dead groups, errors of the verifier."""
+    groups = [group.rewards for share in shares for group in share.groups]
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     return {
         "reward/mean": sum(rewards) / len(rewards) if rewards else 0.0,
