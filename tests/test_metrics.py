@@ -14,7 +14,6 @@ import torch
 from stepwell.config import LogConfig
 from stepwell.metrics import (
     RunLog,
-    Throughput,
     clock_text,
     read_events,
     read_metrics,
@@ -255,23 +254,6 @@ def test_status_text_shows_only_what_is_known():
         "step 7/9  reward 0.500  1:02:05 left"
     )
     assert (clock_text(5), clock_text(65), clock_text(59.7)) == ("0:05", "1:05", "1:00")
-
-
-def test_throughput_from_a_clock():
-    now = [100.0]
-    meter = Throughput(6e6, 8e6, 1e10, clock=lambda: now[0])
-    now[0] = 102.0
-    assert meter.tick(1000) == {
-        "time/step_s": 2.0,
-        "speed/tokens_per_s": 500.0,
-        "speed/mfu": pytest.approx(0.3),
-        "speed/hfu": pytest.approx(0.4),
-    }
-    now[0] = 110.0
-    meter.skip()
-    now[0] = 110.5
-    assert meter.tick(1000)["speed/tokens_per_s"] == 2000.0
-    assert "speed/mfu" not in Throughput(6e6).tick(10)
 
 
 def test_tensorboard_gets_every_value(tmp_path):

@@ -277,55 +277,6 @@ def _number(key: str, value: Any) -> float | int:
     return value
 
 
-# --- throughput ------------------------------------------------------------------------------
-
-
-class Throughput:
-    """Turns the time between two ticks into tokens/s, MFU and HFU.
-
-    flops_per_token: the model's FLOPs for forward and backward (`models.flops` names the
-        convention), the numerator of MFU.
-    hardware_flops_per_token: the same with what is computed twice, the numerator of HFU; None
-        when nothing is.
-    peak_flops_per_s: of all devices that the counted tokens are spread over; None leaves MFU and
-        HFU out.
-
-    MFU as in PaLM (2204.02311, appendix B).
-    """
-
-    def __init__(
-        self,
-        flops_per_token: float,
-        hardware_flops_per_token: float | None = None,
-        peak_flops_per_s: float | None = None,
-        clock=time.perf_counter,
-    ) -> None:
-        self.flops_per_token = flops_per_token
-        self.hardware_flops_per_token = hardware_flops_per_token or flops_per_token
-        self.peak_flops_per_s = peak_flops_per_s
-        self._clock = clock
-        self._start = clock()
-
-    def skip(self) -> None:
-        """Leaves the time since the last tick out (evaluation, checkpoints)."""
-        self._start = self._clock()
-
-    def tick(self, num_tokens: int) -> dict[str, float]:
-        """Metrics of the step that ends now and trained on `num_tokens` tokens."""
-        now = self._clock()
-        seconds, self._start = now - self._start, now
-        return self.rates(num_tokens, seconds)
-
-    def rates(self, num_tokens: int, seconds: float) -> dict[str, float]:
-        tokens_per_s = num_tokens / max(seconds, 1e-9)
-        found = {"time/step_s": seconds, "speed/tokens_per_s": tokens_per_s}
-        if self.peak_flops_per_s:
-            per_token = 1 / self.peak_flops_per_s
-            found["speed/mfu"] = tokens_per_s * self.flops_per_token * per_token
-            found["speed/hfu"] = tokens_per_s * self.hardware_flops_per_token * per_token
-        return found
-
-
 # --- console ---------------------------------------------------------------------------------
 
 

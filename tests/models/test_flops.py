@@ -10,8 +10,6 @@ from stepwell.models.flops import (
     attended_seq_len,
     count_parameters,
     flops_per_token,
-    hfu,
-    mfu,
     parameter_shapes,
 )
 from stepwell.models.hf_config import config_to_hf
@@ -116,17 +114,11 @@ def test_the_convention_is_printable():
         assert "\n" not in flops.convention
 
 
-def test_mfu_and_hfu():
+def test_recomputed():
     flops = flops_per_token(preset("smollm2-135m"), 2048)
-    peak = 1e12
-    assert mfu(100.0, flops, peak) == pytest.approx(100 * flops.training / peak)
-    assert hfu(100.0, flops, peak) == mfu(100.0, flops, peak)
-    remat = flops.recomputed(blocks=1, attention=1)
-    assert remat == flops.forward - flops.head
+    assert flops.recomputed(blocks=1, attention=1) == flops.forward - flops.head
     both = flops.recomputed(blocks=1, attention=1, head=1)
-    assert hfu(100.0, flops, peak, both) == pytest.approx(mfu(100.0, flops, peak) * 4 / 3)
-    with pytest.raises(ConfigError, match="peak_flops_per_s=0"):
-        mfu(100.0, flops, 0)
+    assert flops.training + both == pytest.approx(flops.training * 4 / 3)
 
 
 def test_bad_arguments_are_refused():

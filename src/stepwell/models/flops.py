@@ -1,4 +1,4 @@
-"""The one FLOP counter: parameters by group, FLOPs per token, MFU and HFU. No torch.
+"""The one FLOP counter: parameters by group and FLOPs per token. No torch.
 
 A multiply-add is two FLOPs. Only matrix products count: norms, biases, RoPE and softmax are left
 out (under 0.1 % of a model of any size worth measuring), as in PaLM, 2204.02311, appendix B.
@@ -153,28 +153,3 @@ def attended_seq_len(document_lengths: Iterable[int]) -> float:
     if not lengths:
         raise ConfigError("no document has a token: a sequence length needs at least one")
     return sum(n * n for n in lengths) / sum(lengths)
-
-
-def mfu(tokens_per_s: float, flops: TokenFlops, peak_flops_per_s: float) -> float:
-    """Model FLOPs utilisation: trained tokens' FLOPs, without recomputation, over the peak.
-
-    tokens_per_s over all devices goes with the peak of all devices (PaLM, 2204.02311, app. B).
-    """
-    return tokens_per_s * flops.training / _positive(peak_flops_per_s)
-
-
-def hfu(
-    tokens_per_s: float,
-    flops: TokenFlops,
-    peak_flops_per_s: float,
-    recomputed_flops_per_token: float = 0.0,
-) -> float:
-    """Hardware FLOPs utilisation: MFU plus the recomputed FLOPs (`TokenFlops.recomputed`)."""
-    done = flops.training + recomputed_flops_per_token
-    return tokens_per_s * done / _positive(peak_flops_per_s)
-
-
-def _positive(peak_flops_per_s: float) -> float:
-    if peak_flops_per_s <= 0:
-        raise ConfigError(f"peak_flops_per_s={peak_flops_per_s} must be positive")
-    return peak_flops_per_s

@@ -211,10 +211,10 @@ class Session:
         """Logs one step. batch: this rank's rows of it.
 
         Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
-        and the peak of all ranks, HFU adds what was computed twice (logits, and blocks under
-        `remat`). Peak memory is that of this rank's process (CPU, with its libraries) or of its
-        tensors (CUDA). The time runs from the last step's end, so that reading data and handing
-        over a checkpoint are in it.
+        and the peak of all ranks (PaLM, 2204.02311, appendix B), HFU adds what was computed twice
+        (logits, and blocks under `remat`). Peak memory is that of this rank's process (CPU, with
+        its libraries) or of its tensors (CUDA). The time runs from the last step's end, so that
+        reading data and handing over a checkpoint are in it.
         """
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
