@@ -6,7 +6,7 @@ Letters as in `plan/sizes.py`, which has the bytes of the pieces; here is when t
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from stepwell.config import ModelConfig, Run
 from stepwell.models.activations import Segment, at_block, held
@@ -143,7 +143,32 @@ def predict_rank(run: Run, world: int, pp_rank: int) -> MemoryLedger:
     """`predict_memory` of one rank of the pipeline."""
     axes = axis_sizes(run.layout, world)
     s = Sizes.of(run, axes, pp_rank, grouped=world > 1)
-    blocks = [number for start, stop, _ in s.segments for number in range(start, stop)]
+    moments = [_phases(variant) for variant in _variants(s)]
+    phases = {name: _worst([phases[name] for phases in moments]) for name in moments[0]}
+    worst = max(phases, key=lambda name: phases[name].total)
+    return MemoryLedger(
+        phase=worst,
+        items=phases[worst],
+        activations_per_layer_bytes=held(s.segments, s.saved) // max(len(_blocks(s)), 1),
+        by_phase={name: items.total for name, items in phases.items()},
+        gradient_bytes=phases["optimizer"].gradients,
+        pp_rank=pp_rank,
+        host=host_bytes(run, axes),
+    )
+
+
+def _variants(s: Sizes) -> list[Sizes]:
+    """A pipeline's first backward pass finds the most activations but no gradients yet. gpipe has
+    one micro-batch less under way in each further one; the others fill up again."""
+    if s.axes.pp == 1:
+        return [s]
+    drains = s.run.layout.pp_schedule == "gpipe"
+    later = s.waiting - held(s.segments, s.saved) if drains else s.waiting
+    return [replace(s, num_micro_batches=1), replace(s, waiting=max(later, 0))]
+
+
+def _phases(s: Sizes) -> dict[str, MemoryItems]:
+    blocks = _blocks(s)
     phases = {"forward": _forward(s), "optimizer": _optimizer(s)}
     if s.head:
         phases["loss"] = _loss(s)
@@ -151,16 +176,11 @@ def predict_rank(run: Run, world: int, pp_rank: int) -> MemoryLedger:
         phases["backward"] = _worst([_backward(s, number, blocks) for number in blocks])
     if s.embedding:
         phases["embedding"] = _embedding(s)
-    worst = max(phases, key=lambda name: phases[name].total)
-    return MemoryLedger(
-        phase=worst,
-        items=phases[worst],
-        activations_per_layer_bytes=held(s.segments, s.saved) // max(len(blocks), 1),
-        by_phase={name: items.total for name, items in phases.items()},
-        gradient_bytes=phases["optimizer"].gradients,
-        pp_rank=pp_rank,
-        host=host_bytes(run, axes),
-    )
+    return phases
+
+
+def _blocks(s: Sizes) -> list[int]:
+    return [number for start, stop, _ in s.segments for number in range(start, stop)]
 
 
 def _resting(s: Sizes) -> tuple[int, int]:

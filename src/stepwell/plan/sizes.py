@@ -76,7 +76,8 @@ class Sizes:
         waiting = 0
         if axes.pp > 1:
             x = a * N * cfg.d_model // tp
-            waiting = (in_flight(run, axes, pp_rank, m) - 1) * (held(segments, saved) + x)
+            mean = sum(held(chosen, saved) + x for chosen in kept) // len(kept)
+            waiting = (in_flight(run, axes, pp_rank, m) - 1) * mean
             # Every stage has a buffer for each micro-batch that it gets, and each gradient.
             waiting += m * x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = _loss(run, N, vocab, a, w, p) if last else (0, 0, 0)
