@@ -207,3 +207,7 @@ def test_live_tensor_bytes_counts_a_storage_once():
     assert live_tensor_bytes([base, base[:10], base.view(2, -1), other]) == 10 * MIB
     assert live_tensor_bytes([base[:10]]) == 8 * MIB
     assert live_tensor_bytes([]) == 0
+
+
+def test_available_memory_is_part_of_what_there_is():
+    assert 2**20 < hardware.available_memory_bytes() < hardware.cpu_memory_bytes()
