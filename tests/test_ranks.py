@@ -113,3 +113,4 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
     while any(is_alive(int(file.read_text())) for file in files):
         assert time.monotonic() < deadline, "a rank outlived its parent"
         time.sleep(0.02)
+    assert sorted(left_in(tmp_path)) == ["0", "1"]

@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import socket
 import tempfile
@@ -122,7 +123,7 @@ def _rank_main(
     timeout_s: float,
     args: tuple[Any, ...],
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -146,11 +147,13 @@ def _rank_main(
         torch.distributed.destroy_process_group()
 
 
-def _end_with_parent() -> None:
-    """The server that forked this rank lives on when the process that asked for it is killed."""
+def _end_with_parent(folder: str) -> None:
+    """The server that forked this rank lives on when the process that asked for it is killed; and
+    that one's folder is then this one's to remove."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

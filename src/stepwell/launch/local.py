@@ -67,6 +67,7 @@ def launch(
 
     Raises RankFailed, which names the rank.
     """
+    import torch.distributed.launcher.api  # noqa: F401 - so that its loggers are there
     from torch.distributed.elastic.multiprocessing import SignalException
 
     # It reports the failures that are reported below, in many lines.
