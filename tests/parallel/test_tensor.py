@@ -257,12 +257,15 @@ def test_messages_of_a_micro_batch(two):
             assert found[kind] == (number, number * num_tokens * d_model * 8), kind
 
 
-def test_bfloat16_follows_one_process(two):
-    wanted = bf16_gradients(run_of(**QWEN3, **BF16, **{"train.micro_batch_rows": 7}))
+def test_bfloat16_is_as_near_as_one_process(two):
+    """Next to float32; partial sums are rounded once more, which costs little."""
+    whole = {"train.micro_batch_rows": 7}
+    alone = bf16_gradients(run_of(**QWEN3, **BF16, **whole))
+    exact = bf16_gradients(run_of(**QWEN3, **{**BF16, "precision.compute": "fp32"}, **whole))
     for found in two["bf16"]:
-        for name, want in wanted.items():
-            error = (found[name] - want).norm() / want.norm()
-            assert error < 0.03, f"{name}: {error:.3g}"
+        for name, want in exact.items():
+            error, usual = ((x[name] - want).norm() / want.norm() for x in (found, alone))
+            assert 0 < error < 1.5 * usual + 0.005, f"{name}: {error:.3g}, alone {usual:.3g}"
 
 
 def test_rows_that_do_not_divide_are_refused(two):
@@ -280,6 +283,10 @@ def test_replicas_stay_equal_bit_for_bit(four):
             assert torch.equal(parts[f"grad/{name}"], first[f"grad/{name}"]), name
             assert torch.equal(parts[f"weight/{name}"], first[f"weight/{name}"]), name
         assert first[f"grad/{name}"].any(), name
+    shards = [parts for parts, _ in four["divided"]]  # ranks 0, 1 and 2, 3 are tensor ranks
+    for name in ("norm.weight", "blocks.0.attn.q_norm.weight"):
+        for one, other in (shards[:2], shards[2:]):
+            assert torch.equal(one[f"grad/{name}"], other[f"grad/{name}"]), name
 
 
 def test_ranks_hold_equal_shares(four):

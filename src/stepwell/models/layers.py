@@ -84,7 +84,9 @@ class Linear(nn.Linear):
         return F.linear(input, weight.to(input.dtype), bias)
 
 
-def embed(tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype, tp: dist.ProcessGroup | None):
+def embed(
+    tokens_N: Tensor, weight_VD: Tensor, dtype: torch.dtype, tp: dist.ProcessGroup | None
+) -> Tensor:
     """Rows of the embedding as `dtype`. With tp, weight_VD is this rank's part of the vocabulary,
     and the result is this rank's N / tp tokens."""
     if tp is None:
