@@ -115,36 +115,40 @@ class Shares(NamedTuple):
         several tiles if it sees several parts of the keys; tiles in which nothing is seen are left
         out, and each query of a tile sees at least one key of it."""
         found: list[Tile] = []
+        size, per_row = self.size, sum(map(len, self.chunks[0]))
         for row, hands in enumerate(self.chunks):
             tiles: list[Tile] = []
+            k = len(hands[query_rank])
             for i, late in enumerate(hands[query_rank]):
+                start, place = (row * per_row + late) * size, (row * k + i) * size
+                document = bisect_right(self.borders, start) - 1
+                first = self.borders[document]  # token that is seen from chunk `late`
+                if self.window:
+                    first = max(first, start - self.window + 1)
+                earliest = first // size - row * per_row
                 for j, early in enumerate(hands[key_rank]):
-                    k = len(hands[query_rank])
-                    place = (row * k + i) * self.size, (row * k + j) * self.size
-                    if late == early:
-                        tiles += self._within(row, late, place[0])
-                    elif late > early:
-                        tiles += self._across(row, late, early, *place)
+                    if early == late:
+                        tiles += self._within(start, size, place, document)
+                    elif earliest <= early < late:
+                        key = (row * k + j) * size
+                        key_stop = start - (late - early - 1) * size
+                        tiles += self._across(start, key_stop, size, place, key, document)
             found += _joined(tiles)
         return found
 
     def visible_pairs(self) -> list[int]:
         """For each rank how many (query, key) pairs its queries see: what its attention costs."""
-        counts = [0] * self.num_ranks
+        size, per_row, counts = self.size, sum(map(len, self.chunks[0])), [0] * self.num_ranks
         for row, hands in enumerate(self.chunks):
             for rank, hand in enumerate(hands):
                 for chunk in hand:
-                    start = self._first_token(row, chunk)
-                    counts[rank] += _cost(self.borders, start, self.size, self.window)
+                    start = (row * per_row + chunk) * size
+                    counts[rank] += _cost(self.borders, start, size, self.window)
         return counts
 
-    def _first_token(self, row: int, chunk: int) -> int:
-        return (row * sum(map(len, self.chunks[0])) + chunk) * self.size
-
-    def _within(self, row: int, chunk: int, place: int) -> Iterator[Tile]:
+    def _within(self, start: int, size: int, place: int, document: int) -> Iterator[Tile]:
         """Each document's part of one chunk sees itself."""
-        start = self._first_token(row, chunk)
-        stop, document = start + self.size, bisect_right(self.borders, start) - 1
+        stop = start + size
         while start < stop:
             document += 1
             length = min(self.borders[document], stop) - start
@@ -152,12 +156,12 @@ class Shares(NamedTuple):
                 yield Tile(place, length, place, length, None if length == 1 else 0)
             start, place = start + length, place + length
 
-    def _across(self, row: int, late: int, early: int, query: int, key: int) -> Iterator[Tile]:
-        """The one document that may reach from chunk `early` into chunk `late`."""
-        start, key_stop = self._first_token(row, late), self._first_token(row, early + 1)
-        document = bisect_right(self.borders, start) - 1
-        num_queries = min(self.borders[document + 1] - start, self.size)
-        num_keys = min(key_stop - self.borders[document], self.size)
+    def _across(
+        self, start: int, key_stop: int, size: int, query: int, key: int, document: int
+    ) -> Iterator[Tile]:
+        """The one document that reaches from the chunk up to key_stop into the one at start."""
+        num_queries = min(self.borders[document + 1] - start, size)
+        num_keys = min(key_stop - self.borders[document], size)
         between = start - key_stop
         if self.window:
             num_queries = min(num_queries, self.window - 1 - between)
@@ -167,9 +171,7 @@ class Shares(NamedTuple):
         gap = between + num_keys
         reach = gap + num_queries - 1  # of the last query to the first key
         masked = self.window and reach >= self.window
-        yield Tile(
-            query, num_queries, key + self.size - num_keys, num_keys, gap if masked else None
-        )
+        yield Tile(query, num_queries, key + size - num_keys, num_keys, gap if masked else None)
 
 
 def _joined(tiles: list[Tile]) -> list[Tile]:
