@@ -183,10 +183,13 @@ def executed_orders(schedules, pp=2):
     return [executed_order(run_of(schedule, pp=pp)) for schedule in schedules]
 
 
-def executed_order(run: Run) -> list[Action]:
-    """What this rank's stages were told to do, in order."""
+def executed_order(run: Run) -> tuple[list[Action], int]:
+    """What this rank's stages were told to do, in order, and the most bytes received at once."""
     actions: list[Action] = []
+    received = [0]
     engine = Engine(run)
+    pipeline = engine.pipeline
+    assert pipeline is not None
     names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
     originals = {name: getattr(PipelineStage, name) for name in names}
 
@@ -195,6 +198,7 @@ def executed_order(run: Run) -> list[Action]:
             whole = kwargs.get("full_backward", True)
             kind = {"forward_one_chunk": "F", "backward_one_chunk": "BW" if whole else "B"}
             actions.append(Action(kind.get(name, "W"), self.stage_index, index))
+            received.append(pipeline.receive_bytes)
             return originals[name](self, index, *args, **kwargs)
 
         return method
@@ -206,19 +210,28 @@ def executed_order(run: Run) -> list[Action]:
     finally:
         for name in names:
             setattr(PipelineStage, name, originals[name])
-    return actions
+    assert pipeline.receive_bytes == 0
+    return actions, max(received)
 
 
 def check_orders(results, schedules, pp):
     for i, schedule in enumerate(schedules):
         v = STAGES_PER_RANK.get(schedule, 1)
-        order = {rank: actions[i] for rank, actions in enumerate(results)}
+        order = {rank: found[i][0] for rank, found in enumerate(results)}
         idle = simulate(order, pp * v)
         assert idle / (3 * 8 * v) == pytest.approx(bubble_fraction(schedule, pp, 8, v)), schedule
 
 
 def test_bubble_is_that_of_the_order_that_was_carried_out(two):
     check_orders(two["orders"], ["gpipe", *STAGES_PER_RANK, "1f1b"], 2)
+
+
+def test_received_activations_are_held_no_longer_than_needed(two):
+    """Of 8 micro-batches, the second rank of GPipe has all, that of 1F1B the one at work."""
+    one = LENGTH * 20 * 8
+    gpipe, *_, one_f_one_b = two["orders"][1]
+    assert gpipe[1] == 8 * one
+    assert one_f_one_b[1] == one
 
 
 # --- the engine's verbs -----------------------------------------------------------------------

@@ -95,6 +95,12 @@ class Pipeline:
         """Whether this rank computes the outputs."""
         return self.last_rank == self.mesh.place.pp
 
+    @property
+    def receive_bytes(self) -> int:
+        """What is received or being received now, and not used up yet."""
+        stages = (stage for _, _, built in self._built.values() for stage in built)
+        return sum(info.buffer.nbytes for stage in stages for info in stage.buffers)
+
     def micro_batches(self, wanted: int) -> int:
         """How many micro-batches a pass must have that needs `wanted`."""
         return next_micro_batches(wanted, self.layout)
@@ -180,8 +186,6 @@ class Pipeline:
     ) -> None:
         key = (num_micro_batches, num_tokens)
         if backward not in self._built or self._built[backward][0] != key:
-            # The former one's receive buffers are as large as its micro-batches.
-            self._built.pop(backward, None)
             self._built[backward] = (key, *self._build(*key, backward))
         _, schedules, stages = self._built[backward]
         for stage in stages:
@@ -242,6 +246,7 @@ class Pipeline:
             input_args=() if index == 0 else (activation(),),
             output_args=(_objective("meta") if index == number - 1 else activation(),),
             group=self.group,
+            received=activation(),
         )
 
     def _collect_tied_gradient(self) -> None:
@@ -292,11 +297,14 @@ class Pipeline:
 class _Stage(PipelineStage):
     """A stage that computes by a given function, which is told the micro-batch's number.
 
-    before: the stage on the same rank whose outputs, in `kept`, are this one's inputs.
+    Torch has a buffer for each micro-batch's activations and gradients; these have one only from
+    the time it is to be received until the backward pass has used it. before: the stage on the same
+    rank whose outputs, in `kept`, are this one's inputs.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, received: Tensor, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.received = received
         self.compute: Forward | None = None
         self.index = 0
         self.kept: dict[int, Tensor] = {}
@@ -304,7 +312,50 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.index = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        found = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward:
+            self._release(self.args_recv_info[fwd_chunk_id])
+        return found
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        if self.has_backward:
+            self._release(self.args_recv_info[bwd_chunk_id])
+            self._release(self.grad_recv_info[bwd_chunk_id])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id], self.has_backward)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id], False)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    @property
+    def buffers(self) -> list[Any]:
+        """Torch's records of what this stage receives from others."""
+        of_chunks = (*self.args_recv_info.values(), *self.grad_recv_info.values())
+        return [info for infos in of_chunks for info in infos if hasattr(info, "buffer")]
+
+    def _allocate(self, infos: Sequence[Any], requires_grad: bool) -> None:
+        for info in infos:
+            info.buffer = torch.empty_like(self.received, device=self.device)
+            info.buffer.requires_grad_(requires_grad)
+
+    def _release(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            info.buffer = torch.empty(0, device=self.device)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_forward_infra(*args, **kwargs)
+        self._release(self.buffers)
+        return found
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        found = super()._prepare_backward_infra(*args, **kwargs)
+        self._release(self.buffers)
+        return found
 
     def forward_maybe_with_nosync(self, *inputs: Tensor) -> Tensor:
         assert self.compute is not None
