@@ -18,11 +18,14 @@ from stepwell.train import checkpoint
 from stepwell.train.checkpoint import (
     latest,
     load_checkpoint,
+    newest_until,
     prune,
     read_state,
+    remove_after,
     remove_leftovers,
     save_checkpoint,
     step_folder,
+    steps_of,
     verify,
 )
 from stepwell.train.optim import build_optimizer
@@ -390,3 +393,18 @@ def test_prune_keeps_the_last_and_the_best(tmp_path):
     assert [path.name for path in removed] == ["step-00000002"]
     assert prune(tmp_path, keep_last=9) == []
     assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 4)]
+
+
+def test_going_back(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        newest_until(tmp_path, 9)
+    for step in (0, 5, 12):
+        save_checkpoint(step_folder(tmp_path, step), _parameters(ONE, 1), {}, {"step": step}, ONE)
+    (step_folder(tmp_path, 12) / "manifest.json").rename(tmp_path / "kept")  # not complete
+    save_checkpoint(step_folder(tmp_path, 20), _parameters(ONE, 1), {}, {"step": 20}, ONE)
+    assert steps_of(tmp_path) == [0, 5, 20]
+    found = [newest_until(tmp_path, step) for step in (-3, 4, 5, 19, 99)]
+    assert found == [step_folder(tmp_path, step) for step in (0, 0, 5, 5, 20)]
+    assert remove_after(tmp_path, 5) == [step_folder(tmp_path, 20)]
+    assert steps_of(tmp_path) == [0, 5]
+    assert remove_after(tmp_path, -1) == [step_folder(tmp_path, step) for step in (0, 5)]

@@ -217,7 +217,8 @@ def newest_until(run_dir: str | Path, step: int) -> Path:
 
 def remove_after(run_dir: str | Path, step: int) -> list[Path]:
     """Removes the checkpoints of later steps; returns them. One rank calls it."""
-    return _remove([folder for at, folder in _complete(run_dir).items() if at > step])
+    complete = _complete(run_dir)
+    return _remove([complete[at] for at in sorted(complete) if at > step])
 
 
 def of_run_or_itself(path: str | Path, key: str) -> Path:

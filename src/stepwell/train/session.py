@@ -18,7 +18,7 @@ from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State
-from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog
+from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog, read_events
 from stepwell.models.flops import attended_seq_len, flops_per_token
 from stepwell.parallel.mesh import (
     Mesh,
@@ -186,10 +186,16 @@ class Session:
         if engine.mesh.is_main:
             checkpoint.remove_after(self.dir, engine.step)
         self.log.close()
+        earlier = [e for e in read_events(self.dir) if e["event"] == "rewind"]
         self.log = _open_log(self.run, engine, self._console, fresh=False)
+        for event in earlier:  # what was learnt stays, also where its steps are done again
+            if event["step"] > engine.step:
+                details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
+                self.log.event("rewind", engine.step, **details)
         self.log.event(
             "rewind",
             engine.step,
+            to_step=engine.step,
             bad_step=bad_step,
             **self._bad,
             recent_losses=before["good"]["loss"][-10:],
