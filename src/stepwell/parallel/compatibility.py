@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.parallel.rules import check_run
+from stepwell.parallel.rules import RULES, Rule, axis_sizes, check_run
 from stepwell.types import ConfigError
 
 # A run that every feature alone fits.
@@ -26,7 +26,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "ZeRO 0": {"layout.zero": 0},
     "ZeRO 1": {"layout.zero": 1},
     "ZeRO 2": {"layout.zero": 2},
-    "ZeRO 3": {"layout.zero": 3},
+    "ZeRO 3": {"layout.zero": 3, "layout.reshard_after_forward": "always"},
     "ZeRO 3, no reshard": {"layout.zero": 3, "layout.reshard_after_forward": "never"},
     "HSDP": {"layout.dp_replicate": 2},
     "tensor": {"layout.tp": 2},
@@ -65,12 +65,19 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+# What a feature needs as well, unless the other one of a pair says otherwise.
+NEEDED: dict[str, dict[str, Any]] = {
+    "zbv": {"layout.reshard_after_forward": "never"},
+    "dualpipev": {"layout.reshard_after_forward": "never"},
+}
+
+
 def combined(first: str, second: str) -> dict[str, Any] | None:
     """The settings of both features; None if they contradict each other."""
     a, b = FEATURES[first], FEATURES[second]
     if any(a[key] != b[key] for key in a.keys() & b.keys()):
         return None
-    return a | b
+    return NEEDED.get(first, {}) | NEEDED.get(second, {}) | a | b
 
 
 def num_ranks(settings: dict[str, Any]) -> int:
@@ -84,22 +91,28 @@ def num_ranks(settings: dict[str, Any]) -> int:
 def refusal(settings: dict[str, Any]) -> str | None:
     """Why a run with these settings is refused, or None."""
     try:
-        check_run(Run.parse({}, {**BASE, **settings}), num_ranks(settings))
+        check_run(_run(settings), num_ranks(settings))
     except ConfigError as error:
         return str(error)
     return None
 
 
+def broken_rules(settings: dict[str, Any]) -> list[Rule]:
+    run = _run(settings)
+    sizes = axis_sizes(run.layout, num_ranks(settings))
+    return [rule for rule in RULES if rule.broken(run, sizes)]
+
+
 def table() -> str:
     """Markdown: a row and a column for each feature, and the reasons below."""
-    reasons: dict[str, int] = {}
+    letters: dict[str, str] = {}
     names = list(FEATURES)
     lines = [
         "| | " + " | ".join(str(i) for i in range(1, len(names) + 1)) + " |",
         "|-" * (len(names) + 1) + "|",
     ]
     for i, first in enumerate(names, 1):
-        cells = [_cell(first, second, reasons) for second in names[:i]]
+        cells = [_cell(first, second, letters) for second in names[:i]]
         cells += [""] * (len(names) - i)
         lines.append(f"| {i} {first} | " + " | ".join(cells) + " |")
     lines += [
@@ -107,25 +120,23 @@ def table() -> str:
         "`+` works together, `.` exclude each other by definition, a letter is refused:",
         "",
     ]
-    lines += [f"- {_letter(number)}: {reason}" for reason, number in reasons.items()]
+    why = {rule.name: rule.why for rule in RULES}
+    lines += [f"- {letter}: {name}. {why[name]}" for name, letter in letters.items()]
     return "\n".join(lines)
 
 
-def _cell(first: str, second: str, reasons: dict[str, int]) -> str:
+def _run(settings: dict[str, Any]) -> Run:
+    return Run.parse({}, {**BASE, **settings})
+
+
+def _cell(first: str, second: str, letters: dict[str, str]) -> str:
     settings = combined(first, second)
     if settings is None:
         return "."
-    reason = refusal(settings)
-    if reason is None:
-        return "+"
-    short = " ".join(reason.split())
-    return _letter(reasons.setdefault(short, len(reasons)))
-
-
-def _letter(number: int) -> str:
-    return (
-        chr(ord("a") + number) if number < 26 else _letter(number // 26 - 1) + _letter(number % 26)
-    )
+    broken = broken_rules(settings)
+    for rule in broken:
+        letters.setdefault(rule.name, chr(ord("a") + len(letters)))
+    return " ".join(letters[rule.name] for rule in broken) or "+"
 
 
 if __name__ == "__main__":
