@@ -167,6 +167,33 @@ def test_no_mode_changes_the_numbers_under_fsdp():
             assert_same(got, plain(), 1e-9, name)
 
 
+EVEN = {"model.vocab_size": 64, "model.d_ff": 28, "model.num_layers": 4}
+AXES = {
+    "tensor": {"layout.tp": 2, **MODES["full"]},
+    "tensor, selective": {"layout.tp": 2, **MODES["selective"]},
+    "pipeline": {"layout.pp": 2, **MODES["sqrt"]},
+    "pipeline, selective": {"layout.pp": 2, **MODES["selective"]},
+    "context": {"layout.cp": 2, **MODES["selective"]},
+    "offload": {"offload.activations": True, **MODES["sqrt"]},
+}
+
+
+def test_recomputation_goes_with_every_axis():
+    runs = [run_of(**EVEN, **axis) for axis in AXES.values()]
+    wanted = one_step(run_of(**EVEN))
+    for results in run_ranks(step_each, 2, runs):
+        for got, name in zip(results, AXES, strict=True):
+            # A pipeline's rank has the gradients of its own stages.
+            assert_same(got, {key: wanted[key] for key in got}, 1e-9, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "every second", "selective"])
+def test_compiled_blocks_are_computed_again(mode):
+    run = run_of(**SINGLE, **MODES[mode], **{"layout.compile": True})
+    assert_same(one_step(run), one_step(run_of(**SINGLE)), 1e-4, mode)
+
+
 def two_steps_counted(runs):
     """Of the second step of each: collectives, and units that stayed gathered."""
     found = []

@@ -102,6 +102,7 @@ def plot(numbers: dict[str, Any]) -> Figure:
     right.bar(list(numbers["modes"]), extra, color=[f"C{i}" for i in range(len(extra))])
     right.axhline(100 / 3, color="gray", linestyle=":", label="one more forward pass")
     right.set_ylabel(f"% more FLOPs ({blocks[-1]} blocks)")
+    right.set_ylim(0, 40)
     right.legend(fontsize="small")
     return figure
 
