@@ -129,6 +129,7 @@ def two(tmp_path_factory):
         two_passes=(two_passes, run_of("1f1b")),
         lost=(lose_gradients,),
         strictness=(load_wrong_weights,),
+        other_rows=(give_each_rank_other_rows,),
         going_on=(save_then_load_elsewhere, tmp_path_factory.mktemp("pipeline")),
     )
 
@@ -300,6 +301,22 @@ def two_passes(run: Run):
 
 def test_a_step_of_two_passes_of_different_lengths(two):
     assert_same(together(two["two_passes"]), two_passes(run_of()), 1e-9)
+
+
+def give_each_rank_other_rows():
+    engine = Engine(run_of("1f1b"))
+    batch = rows(2)
+    if engine.mesh.rank == 1:
+        batch = batch._map(lambda x_BT: x_BT[:, : LENGTH // 2], batch.sample_ids)
+    with pytest.raises(TrainingError) as caught:
+        engine.forward_backward(batch, cross_entropy(engine.run.loss))
+    return str(caught.value)
+
+
+def test_ranks_with_different_rows_end_with_a_message(two):
+    first, second = two["other_rows"]
+    assert f"has 2 micro-batches of {LENGTH} tokens" in first
+    assert f"has 2 micro-batches of {LENGTH // 2} tokens" in second
 
 
 def load_wrong_weights():

@@ -114,6 +114,29 @@ def test_bubble_is_that_of_the_schedules_own_order(schedule, v, p):
         ), (schedule, p, m, v)
 
 
+def most_held(actions: list[Action], v: int) -> float:
+    """Micro-batches whose activations a rank has at once; a stage's are 1/v of a rank's."""
+    held, most = 0, 0
+    for action in actions:
+        held += {"F": 1, "B": 0}.get(action.kind, -1)
+        most = max(most, held)
+    return most / v
+
+
+def test_activations_held_are_those_of_the_documentation():
+    p, m = 4, 16
+    for schedule, v, wanted in (
+        ("gpipe", 1, m),
+        ("interleaved-1f1b", 2, p + (p - 1) / 2),
+        ("interleaved-1f1b", 3, p + (p - 1) / 3),
+        ("zbv", 2, p),
+        ("dualpipev", 2, p + 1 / 2),
+    ):
+        order = planned_order(schedule, p, v, m)
+        found = max(most_held(actions, v) for actions in order.values())
+        assert found == pytest.approx(wanted), (schedule, v)
+
+
 def test_known_bubbles():
     assert bubble_fraction("1f1b", 4, 8) == 3 / 8
     assert bubble_fraction("gpipe", 4, 8) == 3 / 8

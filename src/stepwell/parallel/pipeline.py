@@ -108,7 +108,8 @@ class Pipeline:
     def forward_backward(self, num_micro_batches: int, num_tokens: int, forward: Forward) -> None:
         """Adds the gradient of the sum of all micro-batches' objectives; num_tokens: N.
 
-        Raises TrainingError on every rank if, after the first pass, a parameter has no gradient.
+        Raises TrainingError on every rank if the numbers differ between ranks, and if after the
+        first pass a parameter has no gradient.
         """
         self._run(num_micro_batches, num_tokens, forward, backward=True)
         self._collect_tied_gradient()
@@ -185,6 +186,7 @@ class Pipeline:
         self, num_micro_batches: int, num_tokens: int, forward: Forward, backward: bool
     ) -> None:
         key = (num_micro_batches, num_tokens)
+        self._agree(key)
         if backward not in self._built or self._built[backward][0] != key:
             self._built[backward] = (key, *self._build(*key, backward))
         _, schedules, stages = self._built[backward]
@@ -198,6 +200,18 @@ class Pipeline:
                 stage.compute = None
                 stage.kept.clear()
                 stage.clear_runtime_states()
+
+    def _agree(self, key: tuple[int, int]) -> None:
+        """Raises TrainingError, on all ranks, where messages would not fit each other."""
+        m, N = key
+        ends = torch.tensor([m, N, -m, -N], device=self.mesh.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, self.group)
+        most_m, most_N, least_m, least_N = ends.abs().tolist()
+        if (most_m, most_N) != (least_m, least_N):
+            raise TrainingError(
+                f"a pipeline's ranks need the same rows: this one has {m} micro-batches of {N} "
+                f"tokens, the others from {least_m} to {most_m} of {least_N} to {most_N}"
+            )
 
     def _build(
         self, num_micro_batches: int, num_tokens: int, backward: bool
