@@ -197,6 +197,21 @@ def test_recomputation_is_predicted_within_10_percent(mode, compute):
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
+@pytest.mark.parametrize("mode", ["none", "every", "selective"])
+def test_offloaded_activations_are_predicted_within_10_percent(mode):
+    """On a CPU the host's copies are on the same device as the rest."""
+    plain = run_of(rows=8, num_layers=6, vocab_size=512, num_kv_heads=4, d_ff=512)
+    more = {"remat": {"mode": mode}, "offload": {"activations": True}}
+    run = Run.parse({**plain.model_dump(exclude_none=True), **more})
+    ledger, measured = predict_memory(run), measured_engine_step(run)
+    host = ledger.host["activations"]
+    assert ledger.peak_bytes - ledger.resting_bytes + host == pytest.approx(measured, rel=0.10)
+    engine = Engine(run)
+    engine.forward_backward(full_batch(run), cross_entropy(run.loss))
+    assert engine.activation_offload is not None
+    assert host == pytest.approx(engine.activation_offload.peak_host_bytes, rel=0.01)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "many activations", "several chunks kept"])
 def test_a_compiled_engine_step_is_predicted_within_10_percent(name):

@@ -110,6 +110,13 @@ def held(segments: Sequence[Segment], block: BlockBytes) -> int:
     )
 
 
+def seen_outside(segments: Sequence[Segment], block: BlockBytes) -> int:
+    """The part of `held` that hooks around the forward pass see, and can offload: of a block that
+    keeps its products only the input, for the products are kept inside."""
+    inside = sum(block.products - block.input for x in segments if x.keep == "products")
+    return held(segments, block) - inside
+
+
 def at_block(segments: Sequence[Segment], block: BlockBytes, number: int) -> int:
     """Bytes held when the backward pass of block `number` begins: those before it still wait, and
     what its segment did not keep has been computed again."""

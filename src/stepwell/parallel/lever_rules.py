@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from stepwell.config import Run
 from stepwell.hardware import GIB, available_memory_bytes
-from stepwell.models.activations import block_bytes, held
+from stepwell.models.activations import block_bytes, seen_outside
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.remat import dtype_bytes, segments_of
 from stepwell.types import ConfigError
@@ -139,5 +139,5 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
         tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
         block = block_bytes(run.model, tokens, a, w, run.layout.compile, sizes.tp)
         blocks = -(-run.model.num_layers // sizes.pp)
-        found["activations"] = held(segments_of(run, sizes, 0, blocks), block)
+        found["activations"] = seen_outside(segments_of(run, sizes, 0, blocks), block)
     return found

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, fields, replace
 
 from stepwell.config import ModelConfig, Run
-from stepwell.models.activations import Segment, at_block, held
+from stepwell.models.activations import Segment, at_block, held, seen_outside
 from stepwell.parallel.lever_rules import host_bytes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.shards import num_shards
@@ -250,9 +250,9 @@ def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
     kept = held(before, s.saved)
     if not s.run.offload.activations:
         return kept + s.waiting
-    inside = sum(s.saved.products - s.saved.input for x in before if x.keep == "products")
+    moves = seen_outside(before, s.saved)
     window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
-    return inside + min(kept - inside, window)
+    return kept - moves + min(moves, window)
 
 
 def _forward(s: Sizes) -> MemoryItems:
