@@ -25,6 +25,7 @@ MODEL = {
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"model.tied": False},
+    "deep": {"model.num_layers": 6},
     "qwen3": {"model.tied": False, "model.family": "qwen3", "model.qk_norm": True},
     "qwen2": {"model.family": "qwen2", "model.qkv_bias": True},
     "mistral": {"model.family": "mistral", "model.sliding_window": 5, "model.tied": False},
@@ -115,12 +116,13 @@ LAYOUTS = [
     _layout("pp=2 tp=2", 4, "qwen3"),
     _layout("pp=2 cp=2", 4, "mistral"),
     _layout("pp=2 replicate=2 schedule=zbv stages=2 reshard=never", 4, "untied", quick=False),
-    _layout("pp=4 schedule=zbv stages=2 reshard=never", 4, quick=False),
+    _layout("pp=4 schedule=zbv stages=2 reshard=never", 4, "deep", quick=False),
+    _layout("pp=4 schedule=dualpipev stages=2 zero=1", 4, "deep", quick=False),
     # three and four axes
     _layout("pp=2 tp=2 zero=3", 8, quick=False),
     _layout("pp=2 tp=2 zero=1 schedule=zbv stages=2", 8, "untied", quick=False),
     _layout("pp=2 cp=2 tp=2", 8, "mistral", quick=False),
-    _layout("pp=2 cp=2 zero=2", 8, quick=False),
+    _layout("pp=2 cp=2 zero=1", 8, quick=False),
     _layout("cp=2 tp=2 replicate=2", 8, "qwen3", quick=False),
     _layout("pp=2 cp=2 method=ulysses schedule=interleaved-1f1b stages=2", 8, quick=False),
     # memory
