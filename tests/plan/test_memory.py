@@ -197,6 +197,17 @@ def test_recomputation_is_predicted_within_10_percent(mode, compute):
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
+def test_released_gradients_are_predicted_within_10_percent():
+    plain = CASES["few tokens"].model_dump(exclude_none=True)
+    run = Run.parse(
+        plain, {"optim.release_gradients": True, "optim.clip_norm": 0.0, "guard.action": "none"}
+    )
+    ledger = predict_memory(run)
+    assert ledger.peak_bytes < predict_memory(CASES["few tokens"]).peak_bytes
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
+
+
 @pytest.mark.parametrize("mode", ["none", "every", "selective"])
 def test_offloaded_activations_are_predicted_within_10_percent(mode):
     """On a CPU the host's copies are on the same device as the rest."""
@@ -291,6 +302,13 @@ LAYOUTS = {
         "model.tied": False,
     },
     "optimiser on the host": {"offload.optimizer": True},
+    "moments in 8 bits": {
+        "optim.kind": "adamw8bit",
+        "model.d_model": 256,
+        "precision.compute": "bf16",
+        "precision.param": "fp32",
+        "precision.reduce": "fp32",
+    },
 }
 
 
