@@ -5,7 +5,7 @@ import pytest
 
 from stepwell.config import GuardConfig, Run
 from stepwell.train.guard import Guard, GuardStop, merged
-from stepwell.types import ConfigError, TrainingError
+from stepwell.types import CheckpointError, ConfigError, TrainingError
 
 CONFIG = GuardConfig(spike_factor=4.0, window=5, min_history=3, max_skips_in_a_row=2)
 
@@ -233,6 +233,12 @@ def test_state_round_trips_through_json():
     for norm in (0.5, 9.0, 0.2, 0.2, 0.2, 0.9):
         assert other.judge(1.0, norm) == guard.judge(1.0, norm)
         assert other.lr_scale_at(8) == guard.lr_scale_at(8) == 0.5
+
+
+def test_state_of_an_earlier_version_is_refused():
+    old = {"good_norms": [1.0], "skips_in_a_row": 0, "num_skips": 0}
+    with pytest.raises(CheckpointError, match=r"has no cooldown_until, good, jumped.*model\.init"):
+        Guard(CONFIG).load(old)
 
 
 def test_steps_without_a_gradient_are_fine_and_measure_nothing():

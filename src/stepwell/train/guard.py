@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from stepwell.config import GuardConfig
-from stepwell.types import TrainingError
+from stepwell.types import CheckpointError, TrainingError
 
 Watched = Literal["loss", "grad_norm", "update_norm"]
 WATCHED: tuple[Watched, ...] = ("loss", "grad_norm", "update_norm")
@@ -204,6 +204,12 @@ class Guard:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError for what an earlier version of Stepwell has written."""
+        if missing := sorted(self.state().keys() - state.keys()):
+            raise CheckpointError(
+                f"the guard's state in the checkpoint has no {', '.join(missing)}: an earlier "
+                "version of Stepwell wrote it; start from its weights alone, with model.init"
+            )
         window = self.config.window
         self.good = {key: deque(state["good"][key], maxlen=window) for key in WATCHED}
         self.skips_in_a_row = int(state["skips_in_a_row"])
