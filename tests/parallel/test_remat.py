@@ -295,3 +295,12 @@ def test_recomputed_flops_are_counted(mode):
     extra = counted_flops(run) - counted_flops(run_of())
     assert extra == num_tokens * per_token.recomputed(blocks=blocks, attention=attention)
     assert (extra > 0) == (mode != "selective")
+
+
+@pytest.mark.gpu
+def test_selective_keeps_attention_on_a_card():
+    """In 16 bits, attention is another operator there: none of it, and no product, is done twice."""
+    card = {"precision.compute": "bf16", "precision.param": "fp32", "precision.reduce": "fp32"}
+    card |= {"model.head_dim": 16, "model.d_model": 64}
+    plain, full = counted_flops(run_of(**card)), counted_flops(run_of(**card, **MODES["full"]))
+    assert counted_flops(run_of(**card, **MODES["selective"])) == plain < full
