@@ -83,6 +83,7 @@ TWO_RANKS = [
     ("zbv", 2, CLIPPED, {"loss.keep_logits": "never"}),
     ("dualpipev", 1, UNTIED, {}),
     ("interleaved-1f1b", 7, UNTIED, {"layout.pp_stages_per_rank": 3}),
+    ("zbv", 8, CLIPPED, {}),  # once more
 ]
 FOUR_RANKS = [
     ("1f1b", 8, CLIPPED, {"layout.pp": 4}),
@@ -146,6 +147,12 @@ def compare(cases, results, alone):
 
 def test_every_schedule_has_the_gradients_of_one_process(two, alone):
     compare(TWO_RANKS, two["gradients"], alone)
+
+
+def test_a_step_repeats_itself_bit_for_bit(two):
+    assert TWO_RANKS[-1] == TWO_RANKS[3]
+    for rank in two["gradients"]:
+        assert all(torch.equal(value, rank[-1][name]) for name, value in rank[3].items())
 
 
 def test_with_sharded_data_and_with_four_stages(alone):

@@ -131,9 +131,9 @@ class Pipeline:
         if owner is not None and copy is not None:
             copy.copy_(owner)
         elif owner is not None:
-            dist.send(_local(owner), self._global(self.last_rank), self.group)
+            self._send(_local(owner), self.last_rank)
         elif copy is not None:
-            dist.recv(_local(copy), self._global(0), self.group)
+            _local(copy).copy_(self._receive(_local(copy), 0))
 
     @torch.no_grad()
     def iter_full(self, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
@@ -145,7 +145,7 @@ class Pipeline:
             if owner == self.mesh.place.pp:
                 parameter = mine[name]
                 full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                full = full.detach().contiguous()
+                full = full.detach().to(self.mesh.device).contiguous()
             else:
                 dtype = next(iter(mine.values())).dtype
                 full = torch.empty(shape, dtype=dtype, device=self.mesh.device)
@@ -202,7 +202,11 @@ class Pipeline:
                 stage.clear_runtime_states()
 
     def _agree(self, key: tuple[int, int]) -> None:
-        """Raises TrainingError, on all ranks, where messages would not fit each other."""
+        """Raises TrainingError, on all ranks, where messages would not fit each other.
+
+        Beyond that, NCCL wants all ranks in a group's first operation, and torch's first message
+        between some of them may be one.
+        """
         m, N = key
         ends = torch.tensor([m, N, -m, -N], device=self.mesh.device)
         dist.all_reduce(ends, dist.ReduceOp.MAX, self.group)
@@ -271,13 +275,20 @@ class Pipeline:
         if owner is not None and copy is not None:
             _gradient(owner).add_(_gradient(copy))
         elif owner is not None:
-            received = torch.empty_like(_gradient(owner))
-            dist.recv(received, self._global(self.last_rank), self.group)
-            _gradient(owner).add_(received)
+            _gradient(owner).add_(self._receive(_gradient(owner), self.last_rank))
         elif copy is not None:
-            dist.send(_gradient(copy), self._global(0), self.group)
+            self._send(_gradient(copy), 0)
         if copy is not None:
             copy.grad = None
+
+    def _send(self, value: Tensor, pp_rank: int) -> None:
+        dist.send(value.to(self.mesh.device).contiguous(), self._global(pp_rank), self.group)
+
+    def _receive(self, like: Tensor, pp_rank: int) -> Tensor:
+        """On the device of `like`, which offload may have put on the host."""
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.mesh.device)
+        dist.recv(buffer, self._global(pp_rank), self.group)
+        return buffer.to(like.device)
 
     def _tied(self) -> tuple[Tensor | None, Tensor | None]:
         """The owner of the tied embedding and its copy, where this rank has them."""
