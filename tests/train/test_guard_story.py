@@ -56,13 +56,12 @@ def world(tmp_path_factory):
     os.chdir(before)
 
 
-def story(folder: str, store: str = "store", **more):
+def story(folder: str, store: str = "store", init: str | None = "base", **more):
     """Settings of the run in `folder`."""
     return {
         **MODEL,
         **GUARD,
-        "model.tied": False,
-        "model.init": "base",
+        **({"model.init": init, "model.tied": False} if init else {}),
         "dir": folder,
         "data.sources": f'[{{path = "{store}"}}]',
         "data.seq_len": LENGTH,
@@ -230,3 +229,64 @@ def test_all_ranks_go_back_together(world):
     losses = [line["train/loss"] for line in measured(world / "ranks")]
     assert all(map(math.isfinite, losses))
     assert losses[-1] < 0.4 * losses[0]
+
+
+# --- recognised late -----------------------------------------------------------------------------
+
+NOISE = {40, 41, 42, 43}
+LATE = {
+    "optim.lr": 0.3,
+    "optim.beta2": 0.999,
+    "optim.clip_norm": 0.0,
+    "precision.loss_scale.initial": 65536.0,
+    # Only what is not finite is bad: so the harm is seen some steps after it was done.
+    "guard.loss_spike": 0.0,
+    "guard.spike_factor": 1e9,
+    "guard.update_spike_factor": 0.0,
+    "guard.suspect_steps": 20,
+    "guard.lr_factor": 0.1,
+    "guard.cooldown_steps": 0,
+    "checkpoint.every_steps": 10,
+    "train.steps": 80,
+}
+
+
+def write_noise(folder: str, steps: set[int]) -> None:
+    generator = np.random.default_rng(0)
+    with StoreWriter(Path(folder), "f" * 64, 320) as writer:
+        for step in range(1, 121):
+            starts, strides = generator.integers(0, 64, ROWS), generator.integers(1, 4, ROWS)
+            rows = (starts[:, None] + strides[:, None] * np.arange(LENGTH)) % 64
+            for row in generator.integers(64, 320, (ROWS, LENGTH)) if step in steps else rows:
+                writer.add(row)
+
+
+def test_harm_that_is_seen_late_needs_a_rewind(world):
+    """Noise that the run learns from at a rate far too high: a few steps later a block's
+    activations outgrow fp16, on every batch. Skipping is no use then; going back is."""
+    write_noise("quiet", set())
+    write_noise("noise", NOISE)
+    quiet = run_story("quiet-run", store="quiet", init=None, **LATE, **{"guard.action": "none"})
+    assert all(map(math.isfinite, quiet))
+    harmed = run_story("harmed", store="noise", init=None, **LATE, **{"guard.action": "none"})
+    first = next(step for step, loss in enumerate(harmed, 1) if math.isnan(loss))
+    assert max(NOISE) + 1 < first < 60
+    assert all(map(math.isnan, harmed[first - 1 :]))
+    code, output = finish(
+        words("pretrain", story("skipping", store="noise", init=None, **LATE)), world, world / "log"
+    )
+    assert code == 5
+    assert "6 steps in a row were refused" in output
+    assert "guard.action='rewind'" in output
+    healed = run_story("healed", store="noise", init=None, **LATE, **{"guard.action": "rewind"})
+    assert all(map(math.isfinite, healed))
+    assert healed[-1] < healed[min(NOISE) - 11]
+    (event,) = of_kind("healed", "rewind")
+    assert event["bad_step"] == first
+    assert event["to_step"] < min(NOISE)
+    ((begin, end),) = event["jumped"]["sources"]
+    assert begin <= min(NOISE)
+    assert end >= max(NOISE)
+    finding = event["first_non_finite"]
+    assert finding["layer"].startswith("blocks.")
+    assert finding["kind"] == "activation"
