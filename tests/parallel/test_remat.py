@@ -299,7 +299,7 @@ def test_recomputed_flops_are_counted(mode):
 
 @pytest.mark.gpu
 def test_selective_keeps_attention_on_a_card():
-    """In 16 bits, attention is another operator there: none of it, and no product, is done twice."""
+    """In 16 bits, attention is another operator there: neither it nor a product is done twice."""
     card = {"precision.compute": "bf16", "precision.param": "fp32", "precision.reduce": "fp32"}
     card |= {"model.head_dim": 16, "model.d_model": 64}
     plain, full = counted_flops(run_of(**card)), counted_flops(run_of(**card, **MODES["full"]))
