@@ -108,8 +108,8 @@ class ModelConfig(Section):
 
 
 class LayoutConfig(Section):
-    """How the ranks are arranged: pp x dp_replicate x dp_shard x cp x tp of them, in this order, the
-    last varying fastest. -1 for dp_shard: all ranks that remain.
+    """How the ranks are arranged: pp x dp_replicate x dp_shard x cp x tp of them, in this order,
+    the last varying fastest. -1 for dp_shard: all ranks that remain.
 
     zero: what the ranks of dp_shard x cp divide among them (ZeRO, 1910.02054): 0 nothing, 1
     optimiser state, 2 gradients too, 3 parameters too. reshard_after_forward (zero 3): gather a

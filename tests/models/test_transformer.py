@@ -90,6 +90,7 @@ def test_tied_head_trains_the_embedding_once():
     out = run(model, tokens, torch.arange(3)[None], [0, 3], frozenset({"logprobs"}),
               targets_BT=torch.tensor([[2, 3, 4]]))  # fmt: skip
     out.logprobs_BT.sum().backward()
+    assert model.embed is not None
     grad = model.embed.weight.grad
     assert grad is not None
     assert (grad.abs().sum(-1) > 0).all()

@@ -171,12 +171,12 @@ def _counts(layout, num_micro_batches):
 
 
 def _counts_by_stage():
-    return {
-        (zero, reduce, reshard): _counts(
-            LayoutConfig(zero=zero, reduce_gradients=reduce, reshard_after_forward=reshard), 3
-        )
-        for zero, reduce, reshard in COUNTS
-    }
+    found = {}
+    for setting in COUNTS:
+        zero, reduce, reshard = setting
+        values = {"zero": zero, "reduce_gradients": reduce, "reshard_after_forward": reshard}
+        found[setting] = _counts(LayoutConfig.model_validate(values), 3)
+    return found
 
 
 # What three micro-batches issue for 3 blocks and the root (whose weights stay for its backward).

@@ -1,8 +1,8 @@
 """What each ZeRO stage shards: bytes that a rank holds and sends, counted beside the formulas.
 
-ZeRO (1910.02054, figure 1 and section 7) counts, per trained parameter in mixed precision, 2 bytes of
-weight, 2 of gradient and 12 of float32 master and two moments. Here a step of two micro-batches is
-stopped between the second forward and backward pass, where weights as used and gradients of the
+ZeRO (1910.02054, figure 1 and section 7) counts, per trained parameter in mixed precision, 2 bytes
+of weight, 2 of gradient and 12 of float32 master and two moments. Here a step of two micro-batches
+is stopped between the second forward and backward pass, where weights as used and gradients of the
 first micro-batch are both there, and every tensor is counted. n ranks, P parameters.
 """
 
@@ -26,8 +26,8 @@ from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, cross_entropy
 
 CLAIM = (
-    "Per trained parameter, ZeRO stages 0 to 3 hold 16, 4 + 12/n, 2 + 14/n and 16/n bytes on each of "
-    "n ranks, and send 2, 2, 2 and 3 times the parameters a micro-batch. (Stage 2 keeps its "
+    "Per trained parameter, ZeRO stages 0 to 3 hold 16, 4 + 12/n, 2 + 14/n and 16/n bytes on each "
+    "of n ranks, and send 2, 2, 2 and 3 times the parameters for a micro-batch. (Stage 2 keeps its "
     "gradient shards in float32 here: 2 + 16/n.)"
 )
 STAGES = (0, 1, 2, 3)
@@ -121,7 +121,7 @@ def _one_stage(stage: int) -> dict[str, Any]:
         },
     )
     engine = Engine(run, mesh=init_distributed(run.layout))
-    masters = [parameter for _, parameter in engine.named_parameters()]
+    masters = dict(engine.named_parameters())
     parts: dict[str, int] = {}
     plain = cross_entropy(run.loss)
     seen: list[int] = []
@@ -157,13 +157,13 @@ def _batch(num_rows: int, length: int, vocab_size: int) -> Batch:
     )
 
 
-def _held(engine: Engine, masters: list[torch.nn.Parameter]) -> dict[str, int]:
+def _held(engine: Engine, masters: dict[str, torch.nn.Parameter]) -> dict[str, int]:
     """Bytes of the blocks' tensors on this rank, now. The modules show their weights as used."""
-    names = {id(p): name for p, name in zip(masters, engine.optimizer.names.values(), strict=True)}
-    own = [p for p in masters if names[id(p)].startswith("blocks.")]
+    own = [p for name, p in masters.items() if name.startswith("blocks.")]
     states = engine.optimizer.state_dict()
     moments = [value for key, value in states.items() if key.startswith("blocks.") and value.dim()]
-    used = [p for p in engine.decoder.blocks.parameters() if id(p) not in names]
+    known = {id(p) for p in masters.values()}
+    used = [p for p in engine.decoder.blocks.parameters() if id(p) not in known]
     return {
         "master and moments": _bytes([*own, *moments]),
         "weights as used": _bytes(used),

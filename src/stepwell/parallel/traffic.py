@@ -104,9 +104,11 @@ def _largest(leaves: list[Any]) -> int:
 
 def _group_size(leaves: list[Any]) -> int:
     """Functional collectives name their group, the others carry it boxed."""
+    names = dist.distributed_c10d._world.pg_names
+    sizes = {str(name): group.size() for group, name in names.items()}
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return dist.ProcessGroup.unbox(leaf).size()
-        if isinstance(leaf, str) and leaf in dist.distributed_c10d._world.pg_names.values():
-            return dist.distributed_c10d._resolve_process_group(leaf).size()
+        if isinstance(leaf, str) and leaf in sizes:
+            return sizes[leaf]
     return 1
