@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from stepwell.types import StepwellError
 
@@ -62,12 +63,14 @@ def run_ranks(
     Raises RanksFailed with the traceback of every rank that failed; of one that did not end within
     timeout_s, where it was at that moment.
     """
-    context, port = forkserver(preload), free_port()
+    context = forkserver(preload)
+    # The ranks meet at a store of this process's, so that nobody can take its port meanwhile.
+    store = dist.distributed_c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="stepwell-run-ranks-") as folder:
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(function, rank, num_ranks, port, folder, timeout_s, args),
+                args=(function, rank, num_ranks, store.port, folder, timeout_s, args),
                 daemon=True,
             )
             for rank in range(num_ranks)
@@ -132,6 +135,8 @@ def _rank_main(
         LOCAL_WORLD_SIZE=str(num_ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         OMP_NUM_THREADS="1",
     )
     with open(Path(folder) / f"{rank}.txt", "w") as log:
