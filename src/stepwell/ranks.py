@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from stepwell.types import StepwellError
 
@@ -65,7 +65,7 @@ def run_ranks(
     """
     context = forkserver(preload)
     # The ranks meet at a store of this process's, so that nobody can take its port meanwhile.
-    store = dist.distributed_c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="stepwell-run-ranks-") as folder:
         ranks = [
             context.Process(
