@@ -30,7 +30,7 @@ from stepwell.diagnose.waterfall import profiled_kernels, waterfall
 from stepwell.models.flops import count_parameters, flops_per_token
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import step_flops
+from stepwell.train.step_flops import step_flops
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = {

@@ -14,7 +14,7 @@ from stepwell.parallel.rules import AxisSizes, check_run
 from stepwell.train.engine import Engine
 from stepwell.train.heldout import heldout_loss
 from stepwell.train.losses import Loss, LossSums, cross_entropy, masked_sum
-from stepwell.train.session import step_flops
+from stepwell.train.step_flops import step_flops
 from stepwell.types import ConfigError
 from tests.oracle import assert_same, base_run, global_batch, take_step
 from tests.parallel.ranks import run_jobs

@@ -12,14 +12,10 @@ from stepwell.config import Run
 from stepwell.data.packing import pack_rows
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import count_parameters
+from stepwell.train.folder import differing_keys, flat_keys
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import (
-    differing_keys,
-    document_lengths,
-    flat_keys,
-    open_session,
-    step_flops,
-)
+from stepwell.train.session import open_session
+from stepwell.train.step_flops import document_lengths, step_flops
 from stepwell.types import ConfigError, Interrupted
 from tests.oracle import LENGTH, base_run, global_batch
 from tests.parallel.ranks import run_ranks

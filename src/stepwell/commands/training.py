@@ -354,7 +354,7 @@ def check_rows(run: Run, num_ranks: int, shown: str) -> None:
 
 def _is_done_and_closed(run: Run) -> bool:
     """A finished run whose folder cannot be written: there is nothing to write."""
-    from stepwell.train.session import is_finished
+    from stepwell.train.folder import is_finished
 
     return os.path.isdir(run.dir) and not os.access(run.dir, os.W_OK) and is_finished(run)
 

@@ -20,11 +20,12 @@ from stepwell.parallel.mesh import all_gather_objects
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats
+from stepwell.train.folder import RECIPE
 from stepwell.train.guard import GuardStop, Verdict
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.probe import LayerRow, layer_table, probe_step
-from stepwell.train.session import MACHINE, OWN, RECIPE, join, machine
+from stepwell.train.session import MACHINE, OWN, join, machine
 from stepwell.train.streams import Stream, batch_number, open_rows, open_windows, stream_name
 from stepwell.train.weights import initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, TrainingError

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepwell import generate as sampler
 from stepwell.config import Run
-from stepwell.data.batch import Batch, concat, padding
+from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
 from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
 from stepwell.parallel.apply import parallelize
@@ -28,7 +28,7 @@ from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.lever_rules import check_host
-from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum, init_distributed
+from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.parallel.offload import ActivationOffload
 from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
@@ -36,6 +36,14 @@ from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
+from stepwell.train.global_batch import (
+    Stats,
+    Tally,
+    global_counts,
+    global_stats,
+    keeps_logits,
+    split_rows,
+)
 from stepwell.train.guard import TAKEN, Guard, Verdict
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
@@ -44,24 +52,6 @@ from stepwell.train.release import GradientRelease
 from stepwell.train.shadow import compare
 from stepwell.train.update_norm import predicted_update_norm
 from stepwell.types import CheckpointError, Completion, TrainingError
-
-KEEP_LOGITS_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What one forward-backward pass saw, over the whole global batch.
-
-    loss: the minimised value. metrics: means over their own counts. num_tokens: tokens that were
-    processed (padding not counted); num_loss_tokens: those with a weight; num_twice_tokens: those
-    whose logits are computed again in the backward pass.
-    """
-
-    loss: float
-    metrics: dict[str, float]
-    num_tokens: int
-    num_loss_tokens: int
-    num_twice_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -167,12 +157,11 @@ class Engine:
         batch: this rank's rows; a rank may have fewer rows than another, or none.
         temperature: of the distribution whose log-probabilities and entropy the loss sees.
         """
-        denominators = self._global_counts(loss.denominators(batch))
-        micro_batches = self._micro_batches(batch)
+        denominators = global_counts(loss.denominators(batch), self.mesh)
+        micro_batches = split_rows(batch, self.run, self.mesh, self.pipeline)
         if self.release is not None:
             self._begin_release(len(micro_batches))
-        value = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        metrics: dict[str, Tensor] = {}
+        tally = Tally(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
         def objective(piece: Decoder, inputs: Tensor | None, i: int) -> Tensor:
             outputs = self._forward(micro_batches[i], loss.needs, temperature, piece, inputs)
@@ -184,10 +173,7 @@ class Engine:
                 (total / (denominators[name] or 1.0) for name, total in sums.items()),
                 start=torch.zeros((), device=self.mesh.device),
             )
-            value.add_(total.detach())
-            for name, (part, count) in seen.items():
-                pair = torch.stack([part.detach().double(), count.detach().double()])
-                metrics[name] = metrics[name] + pair if name in metrics else pair
+            tally.add(total, seen)
             return total * self.loss_factor
 
         num_micro = len(micro_batches)
@@ -198,7 +184,9 @@ class Engine:
             for i in range(num_micro):
                 begin_micro_batch(self.decoder, self.run.layout, i == num_micro - 1)
                 objective(self.decoder, None, i).backward()
-        return self._stats(batch, micro_batches, value, metrics)
+        stats = global_stats(tally, batch, micro_batches, self.run, self.mesh, self.pipeline)
+        self._last_loss = stats.loss
+        return stats
 
     def optim_step(self) -> StepInfo:
         """Clips, judges, steps and clears the gradients. A step that the guard refuses leaves
@@ -269,7 +257,7 @@ class Engine:
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """log p(target) (B, T) in float32 on the CPU; zero where the batch has no weight."""
         needs = frozenset({"logprobs"})
-        micro_batches = self._micro_batches(batch)
+        micro_batches = split_rows(batch, self.run, self.mesh, self.pipeline)
         shape = (sum(micro.num_rows for micro in micro_batches), batch.tokens_BT.shape[1])
         parts: dict[int, Tensor] = {}
 
@@ -489,7 +477,7 @@ class Engine:
             needs=needs,
             dtype=dtype,
             chunk_tokens=self.run.loss.chunk_tokens,
-            keep_logits=self._keeps_logits(active.numel()),
+            keep_logits=keeps_logits(self.run, self.mesh, active.numel()),
             temperature=temperature,
             compiled=self.run.layout.compile,
             in_halves=self.run.layout.pp_schedule in ZERO_BUBBLE,
@@ -508,71 +496,9 @@ class Engine:
             options,
         )
 
-    def _keeps_logits(self, num_loss_tokens: int) -> bool:
-        """Whether a micro-batch with this many loss tokens holds its logits until the backward."""
-        wanted = self.run.loss.keep_logits
-        itemsize = DTYPES[self.run.precision.compute].itemsize
-        vocab_size = self.run.model.vocab_size // self.mesh.sizes.tp
-        fits = num_loss_tokens * vocab_size * itemsize <= KEEP_LOGITS_BYTES
-        return fits if wanted == "auto" else wanted == "always"
-
-    def _micro_batches(self, batch: Batch) -> list[Batch]:
-        """This rank's rows in pieces; as many on every rank, so that collectives match."""
-        size = self.run.train.micro_batch_rows
-        if self.pipeline is not None:
-            size = max(1, min(size, batch.num_rows))
-        pieces = [batch.rows(i, i + size) for i in range(0, batch.num_rows, size)]
-        wanted = int(all_reduce_max(torch.tensor(len(pieces)), self.mesh))
-        if wanted == 0:
-            raise TrainingError("the batch has no rows on any rank")
-        length = batch.tokens_BT.shape[1]
-        if self.pipeline is not None:  # of one shape, and as many as the schedule can run
-            wanted = self.pipeline.micro_batches(wanted)
-            if pieces and (missing := size - pieces[-1].num_rows):
-                pieces[-1] = concat([pieces[-1], padding(missing, length, batch.extra)])
-        while len(pieces) < wanted:
-            pieces.append(padding(size if self.pipeline else 1, length, batch.extra))
-        return pieces
-
     def _num_tokens(self, micro: Batch) -> int:
         """N: the tokens of a micro-batch that this rank has between two blocks."""
         return micro.tokens_BT.numel() // (self.mesh.sizes.cp * self.mesh.sizes.tp)
-
-    def _global_counts(self, counts: dict[str, float]) -> dict[str, float]:
-        names = sorted(counts)
-        local = torch.tensor([counts[name] for name in names], dtype=torch.float64)
-        local *= self.mesh.counts_rows
-        return dict(zip(names, all_reduce_sum(local, self.mesh).tolist(), strict=True))
-
-    def _stats(
-        self,
-        batch: Batch,
-        micro_batches: list[Batch],
-        value: Tensor,
-        metrics: dict[str, Tensor],
-    ) -> Stats:
-        names = sorted(metrics)
-        if self.pipeline is not None:  # the loss was computed at its end only
-            names = self.pipeline.object_from_last(names)
-            nothing = torch.zeros(2, dtype=torch.float64)
-            metrics = {name: metrics.get(name, nothing) for name in names}
-        active = [
-            int((local_tokens(micro, self.mesh).weights_BT != 0).sum()) for micro in micro_batches
-        ]
-        twice = sum(count for count in active if not self._keeps_logits(count))
-        seen = (local_tokens(batch, self.mesh).docs_BT >= 0).sum().item()
-        counts = torch.tensor([seen, sum(active), twice], dtype=torch.float64)
-        counts *= self.mesh.counts_tokens
-        # Tensor ranks have computed the same loss.
-        found = torch.cat([value.cpu().reshape(1), *(metrics[name].cpu() for name in names)])
-        found *= self.mesh.place.tp == 0
-        total = all_reduce_sum(torch.cat([found[:1], counts, found[1:]]), self.mesh)
-        self._last_loss = total[0].item()
-        means = {
-            name: (total[4 + 2 * i] / total[5 + 2 * i]).item() if total[5 + 2 * i] else 0.0
-            for i, name in enumerate(names)
-        }
-        return Stats(self._last_loss, means, int(total[1]), int(total[2]), int(total[3]))
 
 
 def _dimensions(run: Run) -> dict[str, Any]:

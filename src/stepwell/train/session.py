@@ -19,7 +19,7 @@ from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State
 from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog, read_events
-from stepwell.models.flops import attended_seq_len, flops_per_token
+from stepwell.models.flops import flops_per_token
 from stepwell.parallel.mesh import (
     Mesh,
     all_gather_objects,
@@ -29,39 +29,23 @@ from stepwell.parallel.mesh import (
     broadcast_object,
     init_distributed,
 )
-from stepwell.parallel.remat import recomputed
-from stepwell.parallel.rules import AxisSizes
 from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
+from stepwell.train.folder import RECIPE, check_folder
 from stepwell.train.guard import GuardStop, Verdict
 from stepwell.train.lock import folder_lock
 from stepwell.train.losses import Loss
 from stepwell.train.probe import first_non_finite
+from stepwell.train.step_flops import recomputed_flops, step_flops
 from stepwell.train.streams import Stream, batch_number
 from stepwell.train.weights import TOKENIZER, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
 Result = TypeVar("Result")
 
-# What may change between a run and its continuation without changing what is computed.
-FREE_SECTIONS = ("name", "dir", "log", "layout", "remat")
-FREE_KEYS = (
-    "checkpoint.asynchronous",
-    "checkpoint.every_steps",
-    "checkpoint.keep_best",
-    "checkpoint.keep_last",
-    "precision.fp8.shadow_every",
-    "precision.fp8.shadow_tolerance",
-    "train.eval_every",
-    "train.log_every",
-    "train.micro_batch_rows",
-)
-
-
 # What a checkpoint's `extra` holds besides the loop's own.
 METRICS, METHOD, MACHINE = "metrics", "method", "machine"
 OWN = (METRICS, METHOD, MACHINE, TOKENIZER)
-RECIPE = "run.toml"
 # What lets the step end, saves and stops. SIGUSR1 is what a Slurm script can send through srun.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -473,52 +457,6 @@ def join(run: Run) -> Mesh:
     return init_distributed(run.layout, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_folder(run: Run) -> Path | None:
-    """The last checkpoint in the run's folder, which a killed process's leftovers are cleared from.
-    Refuses a folder whose checkpoints belong to a different run."""
-    latest, path = checkpoint.latest(run.dir), Path(run.dir) / RECIPE
-    if path.exists() and latest is not None:
-        changed = differing_keys(Run.load(path), run)
-        if changed:
-            raise ConfigError(
-                f"{run.dir} holds checkpoints of a run with other settings "
-                f"({', '.join(changed)}); choose another dir, or --fresh to start over. To go on "
-                "from its last checkpoint with these settings, choose another dir and set "
-                f"checkpoint.branch_from={run.dir!r}"
-            )
-    checkpoint.remove_leftovers(run.dir)
-    return latest
-
-
-def is_finished(run: Run) -> bool:
-    """Whether the run's folder holds this very run, done; only reads."""
-    path, latest = Path(run.dir) / RECIPE, checkpoint.latest(run.dir)
-    if latest is None or not path.is_file():
-        return False
-    old = Run.load(path)
-    # `method.epochs` has cut the steps of the one that was saved.
-    changed = set(differing_keys(old, run))
-    changed -= {"train.steps"} if getattr(run.method, "epochs", None) else set()
-    return not changed and checkpoint.read_state(latest)["step"] >= old.train.steps
-
-
-def differing_keys(old: Run, new: Run) -> list[str]:
-    """Dotted keys in which two runs differ, but for those that don't change what is computed."""
-    a, b = (flat_keys(r.model_dump(exclude=set(FREE_SECTIONS))) for r in (old, new))
-    keys = sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k))
-    return [k for k in keys if k not in FREE_KEYS]
-
-
-def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flat_keys(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
 def machine(mesh: Mesh) -> dict[str, Any]:
     """What rounding depends on besides the run's settings; on every rank that of this one."""
     device = mesh.device.type
@@ -536,34 +474,3 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return hardware.peak_rss_bytes()
-
-
-def step_flops(run: Run, batch: Batch) -> float:
-    """Model FLOPs of one step on these rows: attention within documents, the head only where a
-    loss is taken, backward twice the forward, no recomputation."""
-    lengths = document_lengths(batch)
-    num_tokens = sum(lengths)
-    if num_tokens == 0:
-        return 0.0
-    per_token = flops_per_token(run.model, attended_seq_len(lengths))
-    loss_tokens = int((batch.weights_BT != 0).sum())
-    body = num_tokens * (per_token.blocks + per_token.attention)
-    return 3 * (body + loss_tokens * per_token.head)
-
-
-def recomputed_flops(run: Run, sizes: AxisSizes, batch: Batch) -> float:
-    """What `remat` adds to `step_flops`: blocks that are computed again."""
-    lengths = document_lengths(batch)
-    if not lengths:
-        return 0.0
-    blocks, attention = recomputed(run, sizes)
-    per_token = flops_per_token(run.model, attended_seq_len(lengths))
-    return sum(lengths) * per_token.recomputed(blocks=blocks, attention=attention)
-
-
-def document_lengths(batch: Batch) -> list[int]:
-    """Tokens of each document in the rows; padding is none."""
-    borders = batch.cu_seqlens()
-    starts, ends = borders[:-1].long(), borders[1:].long()
-    real = batch.docs_BT.cpu().flatten()[starts] >= 0
-    return (ends - starts)[real].tolist()
