@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.distributed as dist
 
 from stepwell.config import LayoutConfig
 from stepwell.parallel.mesh import (
@@ -10,6 +11,7 @@ from stepwell.parallel.mesh import (
     broadcast_object,
     init_distributed,
     launched_ranks,
+    sparse_view,
 )
 from stepwell.parallel.rules import axis_sizes
 from stepwell.ranks import RanksFailed
@@ -94,6 +96,43 @@ def test_collectives_on_four_ranks():
             "object": "from 0",
             "objects": [0, 1, 2, 3],
         }
+
+
+def _views(layout, ep):
+    """This rank's place on the dense view, and its neighbours on each view's axes."""
+    mesh = init_distributed(layout)
+    sparse = sparse_view(mesh, ep)
+    assert mesh.device_mesh is not None
+    with pytest.raises(ConfigError, match="ep=3 must divide the 2 ranks .* nearest .* is 2"):
+        sparse_view(mesh, 3)
+    groups = {"tp": mesh.tp_group, "cp": mesh.cp_group, "pp": mesh.pp_group}
+    names = ("pp", "edp", "ep")
+    return {
+        "place": tuple(mesh.place),
+        "dense": {n: dist.get_process_group_ranks(g) for n, g in groups.items() if g is not None},
+        "sparse": {n: dist.get_process_group_ranks(sparse.get_group(n)) for n in names},
+        "rows": (mesh.data_rank, mesh.counts_rows, mesh.counts_tokens),
+    }
+
+
+def test_dense_and_sparse_view_of_the_same_ranks():
+    first, second, third, fourth = run_ranks(_views, 4, LayoutConfig(pp=2, cp=2), 2)
+    assert first["dense"] == {"cp": [0, 1], "pp": [0, 2]}
+    assert fourth["dense"] == {"cp": [2, 3], "pp": [1, 3]}
+    assert first["sparse"] == {"pp": [0, 2], "edp": [0], "ep": [0, 1]}
+    assert fourth["sparse"] == {"pp": [1, 3], "edp": [3], "ep": [2, 3]}
+    assert [r["place"] for r in (first, second, third, fourth)] == [
+        (0, 0, 0, 0, 0),
+        (0, 0, 0, 1, 0),
+        (1, 0, 0, 0, 0),
+        (1, 0, 0, 1, 0),
+    ]
+    assert [r["rows"] for r in (first, second, third, fourth)] == [
+        (0, True, True),
+        (0, False, True),
+        (0, False, False),
+        (0, False, False),
+    ]
 
 
 def _refused():
