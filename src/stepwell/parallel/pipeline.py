@@ -38,7 +38,7 @@ from stepwell.parallel.schedules import (
     split_blocks,
     stages_of_rank,
 )
-from stepwell.types import TrainingError
+from stepwell.types import ConfigError, TrainingError
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -61,6 +61,32 @@ def pieces_of(model: ModelConfig, layout: LayoutConfig, pp_rank: int) -> list[Pi
         Piece(blocks[s].start, blocks[s].stop, first=s == 0, last=s == last)
         for s in stages_of_rank(pp_rank, layout)
     ]
+
+
+def check_halves(layout: LayoutConfig) -> None:
+    """Raises ConfigError for a zero-bubble schedule on a torch (2.11) whose second half of the
+    backward pass cannot pass autograd functions written in Python, such as norms and the loss."""
+    if layout.pp == 1 or layout.pp_schedule not in ZERO_BUBBLE:
+        return
+    node = _Same.apply(torch.zeros(1, requires_grad=True)).grad_fn
+    try:
+        node._input_metadata  # noqa: B018 - what torch's second half asks of every node
+    except RuntimeError:
+        raise ConfigError(
+            f"layout.pp_schedule={layout.pp_schedule!r} needs a newer torch than "
+            f"{torch.__version__} (2.13 will do); the nearest that works here is "
+            "'interleaved-1f1b'"
+        ) from None
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def is_copy(piece: Piece, name: str) -> bool:
@@ -395,6 +421,12 @@ class _Stage(PipelineStage):
         if not self.submod.piece.last:
             self.kept[self.index] = found
         return _objective(self.device)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets its neighbours, also where a V puts them on the same rank, which gloo
+        cannot send to. (Later versions do not ask.)"""
+        greetings = super()._get_init_p2p_neighbors_ops()
+        return [op for op in greetings if op.group_peer != self.group_rank]
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Torch would clear all gradients here, also those of an earlier pass of the same step."""

@@ -30,7 +30,7 @@ from stepwell.parallel.init import init_parameters
 from stepwell.parallel.lever_rules import check_host
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.parallel.offload import ActivationOffload
-from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
+from stepwell.parallel.pipeline import Pipeline, check_halves, full_shapes, pieces_of
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
@@ -93,6 +93,7 @@ class Engine:
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
         check_run(run, self.mesh.world)
+        check_halves(run.layout)
         check_host(run, self.mesh.sizes, grouped=self.mesh.device_mesh is not None)
         if run.layout.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
