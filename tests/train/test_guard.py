@@ -4,7 +4,7 @@ import math
 import pytest
 
 from stepwell.config import GuardConfig, Run
-from stepwell.train.guard import Guard, GuardStop, merged
+from stepwell.train.guard import Guard, GuardStop, merged, suspects
 from stepwell.types import CheckpointError, ConfigError, TrainingError
 
 CONFIG = GuardConfig(spike_factor=4.0, window=5, min_history=3, max_skips_in_a_row=2)
@@ -12,6 +12,13 @@ CONFIG = GuardConfig(spike_factor=4.0, window=5, min_history=3, max_skips_in_a_r
 
 def configured(**values):
     return GuardConfig(**{**CONFIG.model_dump(), **values})
+
+
+def _ceilinged(losses, **values):
+    """A guard over a vocabulary of 403 (ln is 6.0) that has taken steps of these losses."""
+    guard = Guard(configured(**values), vocab_size=403)
+    assert all(guard.judge(loss, 1.0).ok for loss in losses)
+    return guard
 
 
 def _fed(norms, config=CONFIG):
@@ -103,6 +110,50 @@ def test_spikes_are_allowed_before_min_history():
     assert _fed([1.0, 1.0]).judge(9.0, 1000.0, 1e9).ok
 
 
+def test_the_loss_has_a_ceiling_from_the_second_step_on():
+    """Above a blind guess, or above where the run began: an explosion within the first steps would
+    else be what the medians hold."""
+    assert _ceilinged([]).judge(1e6, 1.0).ok  # there is nothing yet to measure it by
+    low = _ceilinged([1.0])
+    assert low.judge(8.9, 1.0).ok
+    verdict = low.judge(962181.0, 1.0)
+    assert (verdict.watched, verdict.median) == ("loss", None)
+    assert verdict.threshold == pytest.approx(9.0, abs=0.01)
+    assert "9.622e+05, is more than guard.loss_spike=3 above the 5.999 of a blind" in verdict.reason
+    high = _ceilinged([20.0])
+    assert high.judge(22.9, 1.0).ok
+    assert "above the first good one, 20" in high.judge(23.1, 1.0).reason
+    assert _ceilinged([1.0], loss_spike=0.0).judge(1e6, 1.0).ok
+    again = Guard(CONFIG, vocab_size=403)
+    again.load(json.loads(json.dumps(high.state())))
+    assert again.ceiling == 23.0
+
+
+def test_advice_against_an_explosion_is_a_lower_rate():
+    guard = _ceilinged([6.0])
+    guard.judge(99.0, 1.0)
+    guard.judge(99.0, 1.0)
+    with pytest.raises(GuardStop, match=r"Lower optim\.lr or lengthen.*start again"):
+        guard.judge(99.0, 1.0)
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("any_good", [True, False])
+def test_advice_where_nothing_is_finite(compute, any_good):
+    """bf16 has fp32's range, so a narrow format is the only one to be left; and a lower learning
+    rate is no help to a first step."""
+    guard = Guard(configured(action="stop"), compute=compute)
+    if any_good:
+        guard.judge(1.0, 1.0)
+    with pytest.raises(GuardStop) as error:
+        guard.judge(math.nan, 1.0)
+    text = str(error.value)
+    assert ("precision.compute='bf16' instead of 'fp16'" in text) == (compute == "fp16")
+    assert "precision.compute='fp32'" not in text
+    assert ("lower optim.lr" in text) == any_good
+    assert ("model.init_std" in text) == (not any_good)
+
+
 def test_the_window_forgets():
     guard = _fed([1.0, 1.0, 1.0, 3.9, 3.9, 3.9, 3.9, 3.9])
     assert guard.judge(1.0, 15.0).ok
@@ -183,6 +234,37 @@ def test_a_rewind_leaves_out_the_suspects_and_lowers_the_rate_for_a_while():
     assert not guard.is_jumped("decay_sources", 28)
     assert [guard.lr_scale_at(step) for step in (0, 39, 40)] == [0.5, 0.5, 1.0]
     assert (guard.rewinds, guard.num_skips, guard.num_jumped) == (1, 1, 4)
+
+
+def test_suspects_are_the_last_batches_wherever_they_came_from():
+    guard = Guard(REWIND)
+    for number in range(1, 10):
+        guard.takes("sources", number)
+    guard.takes("decay_sources", 1)
+    guard.takes("decay_sources", 1)  # a rollout of several steps
+    rewound_at(guard, step=10, number=1, stream="decay_sources")
+    assert guard.jumped == {"decay_sources": [[1, 1]], "sources": [[7, 9]]}
+    assert suspects([], "rows", 3, 4) == [("rows", 3), ("rows", 2), ("rows", 1)]
+    assert suspects([["rows", 8]], "rows", 9, 3) == [("rows", 9), ("rows", 8), ("rows", 7)]
+    beside = suspects([["a", 4], ["a", 7]], "b", 1, 3)  # 5 and 6 were left out before
+    assert beside == [("b", 1), ("a", 7), ("a", 4)]
+    skipping = Guard(CONFIG)
+    skipping.takes("sources", 1)
+    assert not skipping.recent
+
+
+def test_a_branch_keeps_what_was_learnt_and_counts_anew():
+    guard = _fed([1.0] * 3, REWIND)
+    rewound_at(guard, step=30, number=30)
+    for _ in range(3):
+        guard.judge(1.0, 1.0)
+    assert guard.judge(math.nan, 1.0).action == "rewind"
+    guard.branched()
+    state = guard.state()
+    counts = [state[k] for k in ("rewinds", "num_skips", "skips_in_a_row")]
+    assert (counts, state["lr_scale"], state["cooldown_until"]) == ([0, 0, 0], 1.0, None)
+    assert state["jumped"] == {"sources": [[27, 30]]}
+    assert state["good"]["loss"] == [1.0] * 3
 
 
 def test_rewinds_add_up_while_the_first_one_cools_down():

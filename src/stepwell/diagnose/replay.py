@@ -22,6 +22,7 @@ from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.folder import RECIPE
 from stepwell.train.guard import GuardStop, Verdict
+from stepwell.train.guard_events import settings_at
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.probe import LayerRow, layer_table, probe_step
@@ -78,8 +79,10 @@ def replay(folder: str | Path, step: int) -> Replay:
     feed = Feed(run, folder, engine, states)
     loss = cross_entropy(run.loss)
     check = Check(logged, made_by)
-    first = engine.step
+    events, first = read_events(folder), engine.step
+    since = first if start else -1
     while engine.step + 1 < step:
+        settings_at(events, engine.guard, since, engine.step)
         stats = engine.forward_backward(feed.next(), loss)
         norm, verdict = take_step(engine)
         check.see(engine, engine.step, stats, norm)
@@ -88,6 +91,7 @@ def replay(folder: str | Path, step: int) -> Replay:
                 f"at step {engine.step} the guard would {verdict.action} ({verdict.reason}), but "
                 f"{folder} went on: {'; '.join(check.reasons(engine))}"
             )
+    settings_at(events, engine.guard, since, engine.step)
     batch = feed.next()
     stats, probe = probe_step(engine, batch, loss)
     layers = layer_table(engine, probe)

@@ -16,7 +16,7 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,13 +245,14 @@ def prune(
     keep_best: int = 0,
     metric: str = "eval/loss",
     higher_is_better: bool = False,
+    keep_also: Iterable[int] = (),
 ) -> list[Path]:
-    """Removes all but the last `keep_last` checkpoints and the `keep_best` best by the state's
-    `metrics[metric]` (or its `extra.metrics[metric]`; the later of equals); returns what it
-    removed. One rank calls it.
+    """Removes all but the last `keep_last` checkpoints, the `keep_best` best by the state's
+    `metrics[metric]` (or its `extra.metrics[metric]`; the later of equals), and those of the steps
+    `keep_also`; returns what it removed. One rank calls it.
     """
     complete = _complete(run_dir)
-    kept = set(sorted(complete)[-max(keep_last, 1) :])
+    kept = set(sorted(complete)[-max(keep_last, 1) :]) | set(keep_also)
     scores = {}
     for step, folder in complete.items():
         state = read_state(folder)

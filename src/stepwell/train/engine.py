@@ -125,7 +125,7 @@ class Engine:
                 self.activation_offload.attach(piece)
         self.delayed_scaling = delayed_scaling(run, self.mesh, self.pieces)
         self.loss_scale = loss_scale(run)
-        self.guard = Guard(run.guard)
+        self.guard = Guard(run.guard, run.model.vocab_size, run.precision.compute)
         self.step = 0
         self.updates = 0
         self._last_loss: float | None = None
@@ -376,7 +376,7 @@ class Engine:
     def load(self, path: str | Path, branch: bool = False) -> dict[str, Any]:
         """Restores what `save` wrote, under any layout; returns `extra`.
 
-        branch: learning rates and weight decay stay those of this run.
+        branch: learning rates and weight decay stay those of this run, and the guard counts anew.
         """
         state = checkpoint.load_checkpoint(
             Path(path),
@@ -388,6 +388,8 @@ class Engine:
         if not branch:
             self.optimizer.load_hyperparameters(state["optim"])
         self.guard.load(state["guard"])
+        if branch:
+            self.guard.branched()
         self._load_precision(state.get("precision", {}))
         self.step, self.updates = state["step"], state["updates"]
         self._weights_changed()

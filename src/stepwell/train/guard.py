@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from stepwell.config import GuardConfig
@@ -30,7 +30,7 @@ class Verdict(NamedTuple):
     """What is done with a step. action: "" takes it. reason: "" or why not, with the numbers.
 
     watched: which value was bad; value: it; median, threshold: what a spike was measured against
-    (None where the value is not finite).
+    (None where the value is not finite; the ceiling of the loss has no median).
     """
 
     action: Literal["", "skip", "rewind", "stop"] = ""
@@ -46,6 +46,8 @@ class Verdict(NamedTuple):
 
 
 TAKEN = Verdict()
+# What the state of an earlier version may lack.
+NEWER = {"first_loss", "any_good", "recent"}
 
 
 class GuardStop(TrainingError):
@@ -61,15 +63,22 @@ class Guard:
 
     Spikes are measured against the median of the last `window` good values, and looked for once
     there are min_history of them (a run begins with a steep loss and large norms). A norm of zero
-    (nothing to learn, as in a rollout of dead groups) is good, but no measure of the others.
+    (nothing to learn, as in a rollout of dead groups) is good, but no measure of the others. The
+    loss has a ceiling besides, from the second step on: `loss_spike` nats above that of a blind
+    guess, ln(vocab_size), or above the first good one, whichever is higher.
+
+    vocab_size: of the model; None for no ceiling. compute: the run's precision, for the advice.
 
     rewinds: how many there were. lr_scale: on all learning rates, until step `cooldown_until`
     (None: for good). jumped: batches that are left out, [first, last] of each stream by its name,
-    counted from 1.
+    counted from 1. recent: (stream, batch) of the last steps, as far as a rewind may want them.
     """
 
-    def __init__(self, config: GuardConfig):
-        self.config = config
+    def __init__(self, config: GuardConfig, vocab_size: int | None = None, compute: str = "bf16"):
+        self.config, self.compute = config, compute
+        self.blind_loss = math.log(vocab_size) if vocab_size else None
+        self.first_loss: float | None = None
+        self.any_good = False
         self.good: dict[str, deque[float]] = {key: deque(maxlen=config.window) for key in WATCHED}
         self.skips_in_a_row = 0
         self.num_skips = 0
@@ -77,6 +86,7 @@ class Guard:
         self.lr_scale = 1.0
         self.cooldown_until: int | None = None
         self.jumped: dict[str, list[list[int]]] = {}
+        self.recent: deque[tuple[str, int]] = deque(maxlen=config.suspect_steps)
 
     @property
     def watches_updates(self) -> bool:
@@ -103,6 +113,9 @@ class Guard:
         for key, value in values.items():
             if key == "loss" or value > 0:
                 self.good[key].append(value)
+        if self.first_loss is None:
+            self.first_loss = loss
+        self.any_good = True
         self.skips_in_a_row = 0
         return TAKEN
 
@@ -110,6 +123,8 @@ class Guard:
         for key, value in values.items():
             if not math.isfinite(value):
                 return Verdict("skip", f"the {NAMES[key]} is {value}", key, value)
+        if values["loss"] > self.ceiling:
+            return self._above_ceiling(values["loss"])
         for key, value in values.items():
             if len(self.good[key]) < self.config.min_history:
                 continue
@@ -123,6 +138,23 @@ class Guard:
                 )
                 return Verdict("skip", reason, key, value, median, threshold)
         return None
+
+    @property
+    def ceiling(self) -> float:
+        """What no loss may exceed; infinite while there is nothing to measure it by."""
+        if self.blind_loss is None or self.first_loss is None or not self.config.loss_spike:
+            return math.inf
+        return max(self.blind_loss, self.first_loss) + self.config.loss_spike
+
+    def _above_ceiling(self, loss: float) -> Verdict:
+        assert self.blind_loss is not None
+        assert self.first_loss is not None
+        base = f"the {self.blind_loss:.4g} of a blind guess, ln(model.vocab_size)"
+        if self.first_loss > self.blind_loss:
+            base = f"the first good one, {self.first_loss:.4g}"
+        margin = self.config.loss_spike
+        reason = f"the loss, {loss:.4g}, is more than guard.loss_spike={margin:g} above {base}"
+        return Verdict("skip", reason, "loss", loss, None, self.ceiling)
 
     def _margin(self, key: str) -> float:
         return getattr(self.config, MARGINS[key])
@@ -153,7 +185,8 @@ class Guard:
         else:
             return bad._replace(action=action)
         raise GuardStop(
-            f"{trouble}; the weights are as the last good step left them. {advice(bad, config)}",
+            f"{trouble}; the weights are as the last good step left them. "
+            f"{advice(bad, config, self.compute, any_good=self.any_good)}",
             bad._replace(action="stop"),
             grad_norm,
         )
@@ -173,21 +206,33 @@ class Guard:
         """Whether batch `number` of a stream (1 is the first) is left out."""
         return any(first <= number <= last for first, last in self.jumped.get(stream, ()))
 
+    def takes(self, stream: str, number: int) -> None:
+        """Notes the batch of the next step, so that a rewind knows the last ones."""
+        if self.config.action == "rewind" and (stream, number) not in self.recent:
+            self.recent.append((stream, number))
+
     def rewound(self, before: Mapping[str, Any], step: int, stream: str, number: int) -> None:
         """Adds a rewind, after the state of an earlier checkpoint was loaded.
 
-        before: the state at the bad step `step` (counted from 1), which knew of earlier rewinds;
-        `number`: the batch of that step in its stream.
+        before: the state at the bad step `step` (counted from 1), which knew of earlier rewinds
+        and of the last batches; `number`: the batch of that step in its stream.
         """
         config = self.config
         self.num_skips, self.rewinds = before["num_skips"], before["rewinds"] + 1
+        self.any_good = before.get("any_good", True)
         self.jumped = {name: [list(s) for s in spans] for name, spans in before["jumped"].items()}
-        first = max(1, number - config.suspect_steps + 1)
-        self.jumped[stream] = merged([*self.jumped.get(stream, []), [first, number]])
+        for name, batch in suspects(before.get("recent", []), stream, number, config.suspect_steps):
+            self.jumped[name] = merged([*self.jumped.get(name, []), [batch, batch]])
         until = before["cooldown_until"]
         cooling = until is None or step <= until
         self.lr_scale = config.lr_factor * (before["lr_scale"] if cooling else 1.0)
         self.cooldown_until = step + config.cooldown_steps if config.cooldown_steps else None
+
+    def branched(self) -> None:
+        """Begins anew as a run that branches off: without what had gone wrong, skips, rewinds and
+        the learning rate's factor. The medians and the batches that are left out stay."""
+        self.skips_in_a_row = self.num_skips = self.rewinds = 0
+        self.lr_scale, self.cooldown_until = 1.0, None
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -201,11 +246,14 @@ class Guard:
             "lr_scale": self.lr_scale,
             "cooldown_until": self.cooldown_until,
             "jumped": self.jumped,
+            "first_loss": self.first_loss,
+            "any_good": self.any_good,
+            "recent": [list(pair) for pair in self.recent],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError for what an earlier version of Stepwell has written."""
-        if missing := sorted(self.state().keys() - state.keys()):
+        if missing := sorted(self.state().keys() - state.keys() - NEWER):
             raise CheckpointError(
                 f"the guard's state in the checkpoint has no {', '.join(missing)}: an earlier "
                 "version of Stepwell wrote it; start from its weights alone, with model.init"
@@ -218,6 +266,23 @@ class Guard:
         self.lr_scale = float(state["lr_scale"])
         self.cooldown_until = state["cooldown_until"]
         self.jumped = {name: [list(s) for s in spans] for name, spans in state["jumped"].items()}
+        self.first_loss = state.get("first_loss", next(iter(self.good["loss"]), None))
+        self.any_good = bool(state.get("any_good", True))
+        recent = ((str(name), int(number)) for name, number in state.get("recent", []))
+        self.recent = deque(recent, maxlen=self.config.suspect_steps)
+
+
+def suspects(
+    recent: Iterable[Sequence[Any]], stream: str, number: int, count: int
+) -> list[tuple[str, int]]:
+    """The last `count` batches up to batch `number` of `stream`, the last one first. recent: the
+    (stream, batch) of the last steps; before these the batches of their first one's stream come."""
+    found = [(str(name), int(batch)) for name, batch in recent]
+    if not found or found[-1] != (stream, number):
+        found.append((stream, number))
+    found = found[::-1][:count]
+    name, first = found[-1]
+    return found + [(name, batch) for batch in range(first - 1, 0, -1)][: count - len(found)]
 
 
 def merged(spans: list[list[int]]) -> list[list[int]]:
@@ -231,13 +296,27 @@ def merged(spans: list[list[int]]) -> list[list[int]]:
     return found
 
 
-def advice(bad: Verdict, config: GuardConfig) -> str:
-    """What to change, by the keys' names."""
+def advice(bad: Verdict, config: GuardConfig, compute: str = "bf16", any_good: bool = True) -> str:
+    """What to change, by the keys' names. any_good: whether the run has taken a step."""
+    look = "look at the layer, the weights and the sample ids in events.jsonl"
+    precision = f"try precision.compute='bf16' instead of {compute!r}"
+    narrow = compute in ("fp16", "fp8")
+    if bad.threshold is None and not any_good:
+        return (
+            "No step was good, so this is no matter of the learning rate: "
+            f"{look}{f', and {precision}' if narrow else ''}; the weights that the run starts from "
+            "(model.init, model.init_std) or its data are at fault."
+        )
     if bad.threshold is None:
         return (
             "Go on from an earlier checkpoint (checkpoint.branch_from) with a lower optim.lr or a "
-            "longer optim.schedule.warmup_steps, try precision.compute='fp32', and look at the "
-            "sample ids and the layer in events.jsonl" + _or_rewind(config)
+            f"longer optim.schedule.warmup_steps{f', {precision},' if narrow else ''} and {look}"
+            + _or_rewind(config)
+        )
+    if bad.median is None:
+        return (
+            "Lower optim.lr or lengthen optim.schedule.warmup_steps, and start again or go on from "
+            "an earlier checkpoint (checkpoint.branch_from)" + _or_rewind(config)
         )
     return (
         f"If the {NAMES[bad.watched]} has risen for good, raise guard.{MARGINS[bad.watched]}; "

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from stepwell.data.batch import Batch
 from stepwell.parallel.init import global_name
 from stepwell.parallel.mesh import all_gather_objects
+from stepwell.parallel.pipeline import full_shapes
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.losses import Loss
 from stepwell.train.optim import grad_norm
@@ -196,6 +197,19 @@ def _first_bad_weight(engine: Engine, micro_batch: int) -> tuple[int, str, str] 
         if gradient is not None and measure(gradient).num_bad:
             return micro_batch, name, "weight gradient"
     return None
+
+
+@torch.no_grad()
+def non_finite_state(engine: Engine) -> list[str]:
+    """Names of the parameters, then of the optimiser's moments, that hold a NaN or an infinity, on
+    whatever rank. Every rank must call it."""
+    weights = [(global_name(name), value) for name, value in engine.named_parameters()]
+    found = [name for name, value in (*weights, *engine.optimizer.state_dict().items())
+             if value.is_floating_point() and measure(value).num_bad]  # fmt: skip
+    every = all_gather_objects(found, engine.mesh)
+    names = dict.fromkeys(name for part in every for name in part)
+    parameters = set(full_shapes(engine.run.model))
+    return sorted(names, key=lambda name: name not in parameters)
 
 
 def _depths(findings: list[Finding]) -> dict[str, int]:

@@ -18,7 +18,7 @@ from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State
-from stepwell.metrics import EVENTS_FILE, METRICS_FILE, RunLog, read_events
+from stepwell.metrics import EVENTS_FILE, METRICS_FILE, SHOWN_ITEMS, RunLog, read_events
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.mesh import (
     Mesh,
@@ -32,10 +32,18 @@ from stepwell.parallel.mesh import (
 from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
 from stepwell.train.folder import RECIPE, check_folder
-from stepwell.train.guard import GuardStop, Verdict
+from stepwell.train.guard import Guard, GuardStop, Verdict
+from stepwell.train.guard_events import (
+    FORGOTTEN,
+    drop_undone_rewinds,
+    is_overflow,
+    kept_for_replay,
+    replay_command,
+    stopped_after,
+)
 from stepwell.train.lock import folder_lock
 from stepwell.train.losses import Loss
-from stepwell.train.probe import first_non_finite
+from stepwell.train.probe import first_non_finite, non_finite_state
 from stepwell.train.step_flops import recomputed_flops, step_flops
 from stepwell.train.streams import Stream, batch_number
 from stepwell.train.weights import TOKENIZER, initial_weights
@@ -97,6 +105,7 @@ class Session:
         """Whether batch `number` (from 1) is left out; logs that with all ranks' `ids`. If not, it
         is taken to be that of the next step. Every rank must call it together."""
         if not self.engine.guard.is_jumped(stream, number):
+            self.engine.guard.takes(stream, number)
             self._drawn = (stream, number, tuple(ids))
             return False
         step, every = self.engine.step + 1, self._gathered(ids)
@@ -121,31 +130,55 @@ class Session:
             info = engine.optim_step()
         except GuardStop as stop:
             details = self._describe(stop.verdict, batch, loss, temperature)
-            self.log.event("stop", engine.step + 1, **details)
-            raise
+            raise self._stopped(stop, details, engine.step + 1) from None
         self.record(batch, stats, info, more)
         if info.skipped:
             self._bad = self._describe(info.verdict, batch, loss, temperature)
             if info.verdict.action == "skip":
-                self.log.event("skip", info.step, **self._bad)
+                details = self._bad | self._replayable(info.step, self._bad)
+                self.log.event("skip", info.step, **details)
             self.pause()
         return info
 
     def _describe(
         self, verdict: Verdict, batch: Batch, loss: Loss, temperature: float
     ) -> dict[str, Any]:
-        """What the guard saw, in which rows, and which layer was the first that is not finite."""
+        """What the guard saw, in which rows, and what is not finite: the first layer, weights and
+        moments."""
         stream, number, ids = self._drawn
-        finding = None
+        finding, bad_state = None, []
         if not math.isfinite(verdict.value):
             finding = first_non_finite(self.engine, batch, loss, temperature)
+            bad_state = non_finite_state(self.engine)
         return {
             **{k: v for k, v in verdict._asdict().items() if k != "action"},
             "stream": stream,
             "batch": number,
             "sample_ids": self._gathered(ids or batch.sample_ids),
             "first_non_finite": finding._asdict() if finding else None,
+            "non_finite_state": bad_state,
         }
+
+    def _replayable(self, step: int, details: dict[str, Any]) -> dict[str, str]:
+        """How the step can be looked at again, for its event."""
+        if is_overflow(details):
+            return {}
+        steps = on_main(lambda: checkpoint.steps_of(self.dir), self.engine.mesh)
+        if self._saving is not None:
+            steps.append(self._last_saved)
+        command = replay_command(self.run, step, steps)
+        return {"replay": command} if command else {}
+
+    def _stopped(self, stop: GuardStop, details: dict[str, Any], step: int) -> GuardStop:
+        """Logs that the guard gave up at `step`; its error with what was found."""
+        details = details | self._replayable(step, details)
+        self.log.event("stop", step, **details)
+        message = str(stop)
+        if names := details["non_finite_state"]:
+            message += f" Not finite themselves: {some_names(names)}."
+        if "replay" in details:
+            message += f" To look at the step: {details['replay']}"
+        return GuardStop(message, stop.verdict, stop.grad_norm)
 
     def _gathered(self, ids: Iterable[Any]) -> list[Any]:
         mesh = self.engine.mesh
@@ -166,6 +199,8 @@ class Session:
         newest = bad_step - config.suspect_steps * steps_per_batch
         target = on_main(lambda: checkpoint.newest_until(self.dir, newest), engine.mesh)
         extra = engine.load(target)
+        if self._bad["non_finite_state"] and (names := non_finite_state(engine)):
+            raise self._hopeless(names, target, bad_step)
         guard.rewound(before, bad_step, *self._drawn[:2])
         if engine.mesh.is_main:
             checkpoint.remove_after(self.dir, engine.step)
@@ -194,6 +229,15 @@ class Session:
         self.wait()
         self.pause()
         return extra or None
+
+    def _hopeless(self, names: list[str], target: Path, bad_step: int) -> GuardStop:
+        """The stop where a rewind would find the same weights again."""
+        reason = f"{self._bad['reason']}, and going back is no use: {target} holds the same trouble"
+        verdict = Verdict("stop", reason, self._bad["watched"], self._bad["value"])
+        stop = GuardStop(f"{reason}. Start from weights that are finite.", verdict, math.nan)
+        return self._stopped(
+            stop, {**self._bad, "reason": reason, "non_finite_state": names}, bad_step
+        )
 
     def record(
         self, batch: Batch, stats: Stats, info: StepInfo, more: dict[str, float] | None = None
@@ -316,7 +360,8 @@ class Session:
         barrier(self.engine.mesh)
         if self.engine.mesh.is_main:
             keep = self.run.checkpoint
-            checkpoint.prune(self.dir, keep.keep_last, keep.keep_best)
+            wanted = kept_for_replay(read_events(self.dir), checkpoint.steps_of(self.dir))
+            checkpoint.prune(self.dir, keep.keep_last, keep.keep_best, keep_also=wanted)
 
 
 @contextmanager
@@ -343,14 +388,23 @@ def open_session(
     with nullcontext() if held else hold_folder(run.dir, mesh):
         latest = on_main(lambda: check_folder(run), mesh)
         engine, extra, start = _started(run, weights, mesh, latest, tokenizer)
+        told = (
+            {}
+            if latest is None
+            else on_main(lambda: _taken_up(run, engine.guard, engine.step), mesh)
+        )
+        if FORGOTTEN in told:
+            engine.guard.skips_in_a_row = 0
         log = _open_log(run, engine, console, fresh=start is None)
         session = Session(run, engine, log, extra, tokenizer, console)
         if run.guard.action == "rewind" and latest is None:
             session.save(extra or {})  # there is always something to go back to
             session.wait()
         first = engine.step
-        if extra is not None and not session.finished:
-            log.event("resume", engine.step, checkpoint=str(start))
+        if latest is None and start is not None:
+            log.event("branch", engine.step, checkpoint=str(start), **_taken_over(engine.guard))
+        elif extra is not None and not session.finished:
+            log.event("resume", engine.step, checkpoint=str(start), **told)
 
         def on_signal(number: int, _frame: Any) -> None:
             # A Slurm script's SIGUSR1 may come beside Slurm's own SIGTERM: that is one request.
@@ -395,6 +449,11 @@ def _started(
     if start is None:
         return engine, None, None
     extra = engine.load(start, branch=latest is None)
+    if latest is None and (names := non_finite_state(engine)):
+        raise CheckpointError(
+            f"checkpoint.branch_from={branch!r}: in {start} {some_names(names)} hold values that "
+            "are not finite, so every step would be lost; branch from an earlier checkpoint"
+        )
     for key in (METRICS, MACHINE):
         extra.pop(key, None)
     found = extra.pop(METHOD, run.method.kind)
@@ -412,6 +471,29 @@ def _started(
             "choose another dir"
         )
     return engine, extra, start
+
+
+def _taken_up(run: Run, guard: Guard, step: int) -> dict[str, Any]:
+    """Makes the events fit the checkpoint that the run goes on from; what a restart after a stop
+    changes, for the resume's event. One rank calls it, before the log is opened."""
+    drop_undone_rewinds(run.dir, guard)
+    if guard.skips_in_a_row and stopped_after(read_events(run.dir), step):
+        return {FORGOTTEN: guard.skips_in_a_row}
+    return {}
+
+
+def _taken_over(guard: Guard) -> dict[str, Any]:
+    """What of the guard a branch begins with, for its event."""
+    return {
+        "guard": "counts, rewinds and the learning rate's factor begin anew",
+        "good_steps": len(guard.good["loss"]),
+        "jumped": guard.jumped,
+    }
+
+
+def some_names(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_ITEMS} more" if len(names) > SHOWN_ITEMS else ""
+    return ", ".join(names[:SHOWN_ITEMS]) + more
 
 
 def _open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:

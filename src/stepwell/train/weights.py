@@ -3,9 +3,10 @@ nowhere (the seed)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from stepwell.config import ModelConfig, Run
@@ -75,15 +76,34 @@ def resolve(run: Run) -> Run:
 
 
 def initial_weights(model: ModelConfig) -> Iterator[tuple[str, Tensor]] | None:
-    """(global name, full tensor) one at a time from `model.init`; None to draw from the seed."""
+    """(global name, full tensor) one at a time from `model.init`; None to draw from the seed.
+    They raise CheckpointError at a parameter that is not finite."""
     if model.init is None:
         return None
     kind = kind_of(model.init)
     if kind == "gguf":
-        return load_gguf(gguf_path(model.init))[1]
-    if kind == "hf":
-        return load_hf(model.init, parameter_shapes(model))
-    return checkpoint.load_weights(model.init, parameter_shapes(model))
+        weights = load_gguf(gguf_path(model.init))[1]
+    elif kind == "hf":
+        weights = load_hf(model.init, parameter_shapes(model))
+    else:
+        weights = checkpoint.load_weights(model.init, parameter_shapes(model))
+    return finite_weights(weights, f"model.init={model.init!r}")
+
+
+def finite_weights(
+    weights: Iterable[tuple[str, Tensor]], origin: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The same weights; raises CheckpointError naming the first one with a NaN or an infinity.
+    Every step would be lost, and not every pass shows it (the row of a rare token)."""
+    for name, tensor in weights:
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            bad = tensor.isfinite().logical_not()
+            rows = bad.reshape(bad.shape[0], -1).any(1).nonzero().flatten().tolist()
+            raise CheckpointError(
+                f"{origin}: {name} holds {int(bad.sum())} values that are not finite (the first in "
+                f"row {rows[0]}); take another checkpoint, or mend these values"
+            )
+        yield name, tensor
 
 
 def require_model(run: Run, weights: object | None) -> None:
