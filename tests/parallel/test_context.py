@@ -256,14 +256,14 @@ def test_pairs_of_ranks_are_balanced():
 @pytest.mark.parametrize(
     ("overrides", "world", "message"),
     [
-        ({"data.seq_len": 18, "layout.cp": 4}, 4, r"data\.seq_len=18.*8.*nearest is 16"),
+        ({"data.seq_len": 18, "layout.cp": 4}, 4, r"data\.seq_len=18.*8.*data\.seq_len=16"),
         (
             {"layout.cp": 8, "layout.cp_method": "ulysses"}, 8,
-            r"4 heads.*layout\.cp=8.*nearest cp that divides them is 4.*'ring'",
+            r"4 heads.*layout\.cp=8.*layout\.cp=4, or .*'ring'",
         ),
         (
             {"layout.cp": 4, "layout.tp": 2, "layout.cp_method": "ulysses"}, 8,
-            r"2 heads.*layout\.tp=2.*layout\.cp=4.*is 2",
+            r"2 heads.*layout\.tp=2.*layout\.cp=4.*layout\.cp=2",
         ),
     ],
 )  # fmt: skip

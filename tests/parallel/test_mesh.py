@@ -32,10 +32,10 @@ def test_axis_sizes_fill_the_world(replicate, shard, world, sizes):
 @pytest.mark.parametrize(
     ("replicate", "shard", "world", "words"),
     [
-        (3, -1, 4, ["dp_replicate=3", "4", "nearest that does is 2"]),
-        (8, -1, 4, ["dp_replicate=8", "nearest that does is 4"]),
-        (2, 3, 4, ["= 6", "ranks, 4", "dp_shard is 2"]),
-        (1, 2, 1, ["= 2", "ranks, 1", "dp_shard is 1", "start 2 ranks"]),
+        (3, -1, 4, ["dp_replicate=3", "4", "dp_replicate=2, or 3 ranks"]),
+        (8, -1, 4, ["dp_replicate=8", "dp_replicate=4, or 8 ranks"]),
+        (2, 3, 4, ["= 6", "ranks, 4", "dp_shard=2, or 6 ranks"]),
+        (1, 2, 1, ["= 2", "ranks, 1", "dp_shard=1, or 2 ranks"]),
     ],
 )
 def test_a_layout_that_does_not_fill_the_world_is_refused(replicate, shard, world, words):
@@ -136,7 +136,7 @@ def test_dense_and_sparse_view_of_the_same_ranks():
 
 
 def _refused():
-    with pytest.raises(ConfigError, match="nearest that does is 1"):
+    with pytest.raises(ConfigError, match="dp_replicate=1"):
         init_distributed(LayoutConfig(dp_replicate=2))
     return torch.distributed.is_initialized()
 

@@ -130,5 +130,8 @@ def at_block(segments: Sequence[Segment], block: BlockBytes, number: int) -> int
 def peak(segments: Sequence[Segment], block: BlockBytes, root: int = 0) -> int:
     """The most that is held at once: at the end of the forward pass (with `root`), or where a
     segment has just been computed again."""
-    ends = [at_block(segments, block, stop - 1) for _, stop, _ in segments]
-    return max([held(segments, block) + root, *ends])
+    before, ends = 0, []
+    for segment in segments:
+        ends.append(before + at_block((segment,), block, segment.stop - 1))
+        before += held((segment,), block)
+    return max([before + root, *ends])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
 from stepwell.types import nearest
 
 if TYPE_CHECKING:
@@ -77,92 +78,112 @@ def _local_size(model: ModelConfig, axis: str, tp: int) -> int:
 # --- rules: what is wrong with a run, or None ------------------------------------------------
 
 
-def odd_shapes(run: Run, sizes: AxisSizes) -> str | None:
-    """Every size that is no multiple of 16, once, with the nearest legal value of its key."""
-    found: dict[str, str] = {}
+def odd_shapes(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    """Every size that is no multiple of 16, once."""
+    found: list[Complaint] = []
+    odd: dict[str, list[str]] = {a: [] for a in ("d_model", "d_ff", "heads", "kv_heads")}
     for name in fp8_linears(run, sizes.tp):
-        for axis in _ROWS_COLUMNS.get(name.rsplit(".", 1)[-1], ()):
-            size = _local_size(run.model, axis, sizes.tp)
-            if size % MULTIPLE and axis not in found:
-                found[axis] = (
-                    f"precision.fp8.recipe={run.precision.fp8.recipe!r} needs multiples of "
-                    f"{MULTIPLE} on both sides of {name}: {_advice(run.model, axis, sizes.tp)}, "
-                    f"or keep such layers in {run.precision.compute} with precision.fp8.keep="
-                    f"['*.{name.rsplit('.', 1)[-1]}']"
-                )
-    return "\n".join(found.values()) or None
+        kind = name.rsplit(".", 1)[-1]
+        for axis in _ROWS_COLUMNS.get(kind, ()):
+            if _local_size(run.model, axis, sizes.tp) % MULTIPLE:
+                odd[axis].append(name)
+    for axis, names in odd.items():
+        if names:
+            kinds = sorted({f"*.{name.rsplit('.', 1)[-1]}" for name in names})
+            said = (
+                f"precision.fp8.recipe={run.precision.fp8.recipe!r} needs multiples of {MULTIPLE} "
+                f"on both sides of {names[0]}: {_size_of(run.model, axis, sizes.tp)}"
+            )
+            keep = ({"precision.fp8.keep": [*run.precision.fp8.keep, *kinds]},)
+            ways = _better(run.model, axis, sizes.tp), keep
+            found.append(Complaint(said, ways, axis))
+    return found
 
 
-def _advice(model: ModelConfig, axis: str, tp: int) -> str:
+def _size_of(model: ModelConfig, axis: str, tp: int) -> str:
+    """How a tensor rank's size comes from keys of the model."""
     per_rank = f" / layout.tp={tp}" if tp > 1 and axis != "d_model" else ""
     size = _local_size(model, axis, tp)
     if axis in ("d_model", "d_ff"):
-        multiple = MULTIPLE * (tp if per_rank else 1)
-        value = getattr(model, axis)
-        legal = max(1, round(value / multiple)) * multiple
-        share = f" = {size}" if per_rank else ""
-        return f"model.{axis}={value}{per_rank}{share}; the nearest legal model.{axis} is {legal}"
-    heads = size // model.head_dim
+        return f"model.{axis}={getattr(model, axis)}{per_rank}" + (f" = {size}" if per_rank else "")
+    key = {"heads": "num_heads", "kv_heads": "num_kv_heads"}[axis]
+    return f"model.{key}={getattr(model, key)}{per_rank} x model.head_dim={model.head_dim} = {size}"
+
+
+def _better(model: ModelConfig, axis: str, tp: int) -> Way:
+    if axis in ("d_model", "d_ff"):
+        unit = MULTIPLE * (tp if axis == "d_ff" else 1)
+        return values_of(f"model.{axis}", multiples(unit, getattr(model, axis)))
+    heads = _local_size(model, axis, tp) // model.head_dim
     # RoPE rotates pairs, so head_dim is even as well.
     unit = math.lcm(2, MULTIPLE // math.gcd(MULTIPLE, heads))
-    legal = max(1, round(model.head_dim / unit)) * unit
-    key = {"heads": "num_heads", "kv_heads": "num_kv_heads"}[axis]
-    return (
-        f"model.{key}={getattr(model, key)}{per_rank} x model.head_dim={model.head_dim} = {size}; "
-        f"the nearest legal model.head_dim is {legal}"
-    )
+    return values_of("model.head_dim", multiples(unit, model.head_dim))
 
 
-def idle_settings(run: Run, sizes: AxisSizes) -> str | None:
+def idle_settings(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """Patterns that keep nothing, and recipes that reach nothing."""
     fp8, known = run.precision.fp8, list(block_linears(run.model))
+    none = only(precision__fp8__recipe="none", precision__fp8__shadow_every=0)
     if fp8.recipe == "none":
-        if fp8.shadow_every:
-            return (
-                f"precision.fp8.shadow_every={fp8.shadow_every} compares 8 bits with "
-                f"{run.precision.compute}, but precision.fp8.recipe='none'; choose a recipe "
-                "('tensorwise'), or leave it at 0"
-            )
-        return None
+        if not fp8.shadow_every:
+            return []
+        said = (
+            f"precision.fp8.shadow_every={fp8.shadow_every} compares 8 bits with "
+            f"{run.precision.compute}, but precision.fp8.recipe='none'"
+        )
+        off = only(precision__fp8__shadow_every=0)
+        return [Complaint(said, (off, only(precision__fp8__recipe="tensorwise")), "shadow")]
+    found = []
     for pattern in fp8.keep:
         if not any(fnmatchcase(name, pattern) for name in known):
-            return (
+            said = (
                 f"precision.fp8.keep has {pattern!r}, which is no linear layer of the model"
                 f"{nearest(pattern, known)}; the layers are {known[0]} to {known[-1]}"
             )
+            found.append(Complaint(said, about=pattern))
     if not fp8_linears(run, sizes.tp):
-        largest = max(min(local_shape(run.model, n, s, sizes.tp)) for n, s in
-                      block_linears(run.model).items())  # fmt: skip
-        return (
+        shapes = [
+            local_shape(run.model, n, s, sizes.tp) for n, s in block_linears(run.model).items()
+        ]
+        said = (
             f"precision.fp8.recipe={fp8.recipe!r} reaches no layer: precision.fp8.keep="
-            f"{list(fp8.keep)} and min_dim={fp8.min_dim} keep them all (the nearest min_dim that "
-            f"leaves one is {largest}); or set recipe='none'"
+            f"{list(fp8.keep)} and min_dim={fp8.min_dim} keep them all"
         )
-    return None
+        smaller = sorted({min(shape) for shape in shapes if min(shape) < fp8.min_dim}, reverse=True)
+        ways = values_of("precision.fp8.min_dim", smaller), only(precision__fp8__keep=[]), none
+        found.append(Complaint(said, ways, "no layer"))
+    return found
 
 
-def mixed_with_fp16(run: Run, sizes: AxisSizes) -> str | None:
-    if run.precision.fp8.recipe == "none" or run.precision.compute != "fp16":
-        return None
-    return (
-        f"precision.fp8.recipe={run.precision.fp8.recipe!r} works beside precision.compute='bf16' "
-        "(every card with 8 bits has it), not 'fp16'"
+def mixed_with_fp16(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    fp8 = run.precision.fp8
+    if fp8.recipe == "none" or run.precision.compute != "fp16":
+        return []
+    said = (
+        f"precision.fp8.recipe={fp8.recipe!r} works beside precision.compute='bf16' (every card "
+        "with 8 bits has it), not 'fp16'"
     )
+    none = {"precision.fp8.recipe": "none"}
+    if fp8.shadow_every:
+        none |= {"precision.fp8.shadow_every": 0}
+    return [Complaint(said, (only(precision__compute="bf16"), (none,)))]
 
 
-def needs_whole_gradients(run: Run, sizes: AxisSizes) -> str | None:
+def needs_whole_gradients(run: Run, sizes: AxisSizes) -> list[Complaint]:
     if not run.optim.release_gradients:
-        return None
+        return []
+    found, released = [], only(optim__release_gradients=False)
     if run.precision.fp8.shadow_every:
-        return (
+        said = (
             f"precision.fp8.shadow_every={run.precision.fp8.shadow_every} compares a step's "
-            "gradients, which optim.release_gradients frees as they come; set shadow_every=0 or "
-            "release_gradients=false"
+            "gradients, which optim.release_gradients frees as they come"
         )
+        ways = only(precision__fp8__shadow_every=0), released
+        found.append(Complaint(said, ways, "shadow"))
     if run.precision.compute == "fp16":
-        return (
+        said = (
             "precision.compute='fp16' skips a step when any gradient overflows, which "
-            "optim.release_gradients finds out too late; set compute='bf16' or "
-            "release_gradients=false"
+            "optim.release_gradients finds out too late"
         )
-    return None
+        found.append(Complaint(said, (only(precision__compute="bf16"), released), "fp16"))
+    return found

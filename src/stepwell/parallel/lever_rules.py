@@ -14,12 +14,18 @@ from typing import TYPE_CHECKING
 from stepwell.config import Run
 from stepwell.hardware import GIB, available_memory_bytes
 from stepwell.models.activations import block_bytes, seen_outside
+from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.remat import dtype_bytes, segments_of
+from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
 from stepwell.types import ConfigError
 
 if TYPE_CHECKING:
     from stepwell.parallel.rules import AxisSizes
+
+# optim.kind "adamw8bit" (train.adamw8bit): what it quantises, and into what.
+# Smaller matrices would save nothing and lose the most.
+QUANTISED_MIN_ELEMENTS, QUANTISED_BLOCK = 4096, 256
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
@@ -27,74 +33,117 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 # --- rules -----------------------------------------------------------------------------------
 
 
-def offload_twice(run: Run, sizes: AxisSizes) -> str | None:
+def offload_twice(run: Run, sizes: AxisSizes) -> list[Complaint]:
     if run.offload.parameters and run.offload.optimizer:
-        return (
-            "offload.parameters=true moves the optimiser to the host already; set "
-            "offload.optimizer=false"
-        )
-    return None
+        said = "offload.parameters=true moves the optimiser to the host already"
+        return [Complaint(said, (only(offload__optimizer=False),))]
+    return []
 
 
-def host_steps_adamw(run: Run, sizes: AxisSizes) -> str | None:
-    if run.offload.optimizer and run.optim.kind != "adamw":
-        return (
-            f"offload.optimizer=true steps AdamW on the host, not optim.kind={run.optim.kind!r}; "
-            "set optim.kind='adamw' or offload.optimizer=false"
-        )
-    return None
+def host_steps_adamw(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    if not run.offload.optimizer or run.optim.kind == "adamw":
+        return []
+    said = f"offload.optimizer=true steps AdamW on the host, not optim.kind={run.optim.kind!r}"
+    return [Complaint(said, (only(optim__kind="adamw"), only(offload__optimizer=False)))]
 
 
-def eight_bits(run: Run, sizes: AxisSizes) -> str | None:
+def eight_bits(run: Run, sizes: AxisSizes) -> list[Complaint]:
     if run.optim.kind != "adamw8bit":
-        return None
+        return []
+    found, adamw = [], only(optim__kind="adamw")
     if run.precision.param != "fp32":
-        return (
+        said = (
             "optim.kind='adamw8bit' computes in float32, not precision.param="
-            f"{run.precision.param!r}; set precision.param='fp32' or optim.kind='adamw'"
+            f"{run.precision.param!r}"
         )
+        found.append(Complaint(said, (only(precision__param="fp32"), adamw), "param"))
     if run.offload.parameters:
-        return (
+        said = (
             "optim.kind='adamw8bit' saves memory of the device, where offload.parameters=true "
-            "leaves no moments; set optim.kind='adamw' or offload.parameters=false"
+            "leaves no moments"
         )
-    return None
+        found.append(Complaint(said, (adamw, only(offload__parameters=False)), "offload"))
+    if share_in_8_bits(run, sizes.tp) == 0:
+        d_model = run.model.d_model
+        said = (
+            f"optim.kind='adamw8bit' leaves all moments in float32: no matrix of at least "
+            f"{QUANTISED_MIN_ELEMENTS} elements has rows of whole blocks of {QUANTISED_BLOCK} on a "
+            f"rank (model.d_model={d_model})"
+        )
+        wider = values_of("model.d_model", multiples(QUANTISED_BLOCK, d_model))
+        found.append(Complaint(said, (wider, adamw), "nothing"))
+    return found
 
 
-def release(run: Run, sizes: AxisSizes) -> str | None:
+def release(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """A step within the backward pass sees one gradient of one micro-batch, and can't be undone."""
-    optim = run.optim
+    optim, grpo = run.optim, run.method.kind == "grpo"
     if not optim.release_gradients:
-        return None
-    ranks = sizes.dp_replicate * sizes.dp_shard
-    rows, micro = run.train.global_batch_rows, run.train.micro_batch_rows
-    least = -(-rows // ranks)
-    clashes = {
-        f"optim.kind={optim.kind!r} (set 'adamw')": optim.kind != "adamw",
-        f"optim.clip_norm={optim.clip_norm:g} (set 0)": optim.clip_norm != 0,
-        f"guard.action={run.guard.action!r} (set 'none': nothing can be refused afterwards)": (
-            run.guard.action != "none"
+        return []
+    micro = run.train.micro_batch_rows
+    least = -(-run.train.global_batch_rows // (sizes.dp_replicate * sizes.dp_shard))
+    # said: whether it is so, and what would mend it
+    clashes: dict[str, tuple[bool, tuple[Way, ...]]] = {
+        f"optim.kind={optim.kind!r}": (optim.kind != "adamw", (only(optim__kind="adamw"),)),
+        f"optim.clip_norm={optim.clip_norm:g}": (
+            optim.clip_norm != 0,
+            (only(optim__clip_norm=0.0),),
         ),
-        f"method.kind={run.method.kind!r}, whose steps have any number of micro-batches": (
-            run.method.kind == "grpo"
+        f"guard.action={run.guard.action!r} (nothing can be refused afterwards)": (
+            run.guard.action != "none",
+            (only(guard__action="none"),),
         ),
-        f"train.micro_batch_rows={micro}: a step has one micro-batch (set {least} or more)": (
-            run.method.kind != "grpo" and micro < least
+        "method.kind='grpo', whose steps have any number of micro-batches": (grpo, ()),
+        f"train.micro_batch_rows={micro}, for a step has one micro-batch": (
+            not grpo and micro < least,
+            (only(train__micro_batch_rows=least), only(train__global_batch_rows=_rows(run, sizes))),
         ),
-        "offload.optimizer=true (set false)": run.offload.optimizer,
+        "offload.optimizer=true": (run.offload.optimizer, (only(offload__optimizer=False),)),
     }
-    found = [clash for clash, there in clashes.items() if there]
-    if not found:
-        return None
-    return "optim.release_gradients=true does not go with " + ", nor with ".join(found)
+    return [
+        Complaint(
+            f"optim.release_gradients=true does not go with {clash}", ways, clash.split("=")[0]
+        )
+        for clash, (there, ways) in clashes.items()
+        if there
+    ]
+
+
+def _rows(run: Run, sizes: AxisSizes) -> int:
+    """The most rows of a step that are one micro-batch on each rank."""
+    return run.train.micro_batch_rows * sizes.dp_replicate * sizes.dp_shard
+
+
+def share_in_8_bits(run: Run, tp: int = 1) -> float:
+    """The part of all moments that optim.kind "adamw8bit" keeps in 8 bits: those of large matrices
+    whose rows are whole blocks on a tensor rank."""
+    shapes = parameter_shapes(run.model)
+    eight = sum(
+        prod(shape)
+        for name, shape in shapes.items()
+        if is_quantised(shape, local_columns(run, name, shape, tp))
+    )
+    return eight / sum(prod(shape) for shape in shapes.values())
+
+
+def is_quantised(shape: tuple[int, ...], columns: int) -> bool:
+    """Whether a parameter's moments are in 8 bits; columns: of a tensor rank's part."""
+    large = len(shape) == 2 and prod(shape) >= QUANTISED_MIN_ELEMENTS
+    return large and columns % QUANTISED_BLOCK == 0
+
+
+def local_columns(run: Run, name: str, shape: tuple[int, ...], tp: int) -> int:
+    dim = divided_dim(axes_of(name), run.model, tp)
+    return shape[-1] // tp if dim == len(shape) - 1 else shape[-1]
 
 
 # --- whether the host has room ---------------------------------------------------------------
 
 
-def check_host(run: Run, sizes: AxisSizes, grouped: bool) -> None:
+def check_host(run: Run, sizes: AxisSizes, grouped: bool, ranks_on_host: int | None = None) -> None:
     """Raises ConfigError when what the run moves to the host cannot be there. Before anything is
-    built: from the configuration alone. grouped: whether there is a process group."""
+    built: from the configuration alone. grouped: whether there is a process group. ranks_on_host:
+    by default what the launcher says."""
     if run.offload.parameters and not grouped:
         raise ConfigError(
             "offload.parameters=true is done by FSDP2, which needs a process group; start with "
@@ -102,7 +151,8 @@ def check_host(run: Run, sizes: AxisSizes, grouped: bool) -> None:
         )
     if not (run.offload.optimizer or run.offload.parameters or run.offload.activations):
         return
-    on_host = min(prod(sizes), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    here = ranks_on_host or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    on_host = min(prod(sizes), here)
     problem = host_shortage(run, sizes, on_host, available_memory_bytes())
     if problem:
         raise ConfigError(problem)

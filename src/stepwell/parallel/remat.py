@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from stepwell.config import PrecisionConfig, Run
-from stepwell.models.activations import Keep, Segment, block_bytes, peak, root_bytes
+from stepwell.models.activations import BlockBytes, Keep, Segment, block_bytes, peak, root_bytes
 from stepwell.models.flops import flops_per_token
+from stepwell.parallel.remedies import Complaint, only, values_of
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
 from stepwell.types import ConfigError
 
@@ -54,22 +55,35 @@ def within_budget(run: Run, sizes: AxisSizes, start: int, stop: int) -> tuple[Se
 
     Raises ConfigError with the smallest budget that would do.
     """
-    a, w = dtype_bytes(run.precision)
-    num_tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
-    block = block_bytes(run.model, num_tokens, a, w, run.layout.compile, sizes.tp)
-    last = stop == run.model.num_layers
-    root = root_bytes(run.model, num_tokens, a, w, sizes.tp) if last else 0
-    budget, smallest = run.remat.budget_bytes or 0, None
+    block, root = _block_and_root(run, sizes, stop)
+    budget = run.remat.budget_bytes or 0
     for choice in choices(start, stop):
-        needed = peak(choice, block, root)
-        if needed <= budget:
+        if peak(choice, block, root) <= budget:
             return choice
-        smallest = needed if smallest is None else min(smallest, needed)
     raise ConfigError(
         f"remat.budget_bytes={budget} does not hold the activations of a micro-batch of "
-        f"{num_tokens} tokens in blocks {start} to {stop - 1}, however much is computed again; the "
-        f"smallest budget that does is {smallest} (or lower train.micro_batch_rows)"
+        f"{_tokens(run, sizes)} tokens in blocks {start} to {stop - 1}, however much is computed "
+        f"again; the smallest budget that does is {smallest_budget(run, sizes, start, stop)}"
     )
+
+
+def smallest_budget(run: Run, sizes: AxisSizes, start: int, stop: int) -> int:
+    """The least remat.budget_bytes that some choice for these blocks fits into."""
+    block, root = _block_and_root(run, sizes, stop)
+    return min(peak(choice, block, root) for choice in choices(start, stop))
+
+
+def _block_and_root(run: Run, sizes: AxisSizes, stop: int) -> tuple[BlockBytes, int]:
+    a, w = dtype_bytes(run.precision)
+    N = _tokens(run, sizes)
+    block = block_bytes(run.model, N, a, w, run.layout.compile, sizes.tp)
+    last = stop == run.model.num_layers
+    return block, root_bytes(run.model, N, a, w, sizes.tp) if last else 0
+
+
+def _tokens(run: Run, sizes: AxisSizes) -> int:
+    """Of a micro-batch on a rank."""
+    return run.train.micro_batch_rows * run.data.seq_len // sizes.cp
 
 
 def choices(start: int, stop: int) -> list[tuple[Segment, ...]]:
@@ -121,36 +135,45 @@ def dtype_bytes(precision: PrecisionConfig) -> tuple[int, int]:
 # --- rules -----------------------------------------------------------------------------------
 
 
-def broken_budget(run: Run, sizes: AxisSizes) -> str | None:
+def broken_budget(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """For parallel/rules.py: a budget that some pipeline stage's blocks cannot keep."""
     if run.remat.mode != "budget":
-        return None
-    try:
-        for blocks in split_blocks(run.model.num_layers, run.layout):
-            if blocks:
-                segments_of(run, sizes, blocks.start, blocks.stop)
-    except ConfigError as error:
-        return str(error)
-    return None
+        return []
+    parts = [b for b in split_blocks(run.model.num_layers, run.layout) if b]
+    short = {b: smallest_budget(run, sizes, b.start, b.stop) for b in parts}
+    budget, blocks = run.remat.budget_bytes or 0, max(parts, key=lambda b: short[b])
+    if short[blocks] <= budget:
+        return []
+    said = (
+        f"remat.budget_bytes={budget} does not hold the activations of a micro-batch of "
+        f"{_tokens(run, sizes)} tokens in blocks {blocks.start} to {blocks.stop - 1}, however much "
+        "is computed again"
+    )
+    rows = values_of("train.micro_batch_rows", range(run.train.micro_batch_rows - 1, 0, -1))
+    return [Complaint(said, (only(remat__budget_bytes=short[blocks]), rows[:32]))]
 
 
-def broken_by_compiler(run: Run, sizes: AxisSizes) -> str | None:
+def broken_by_compiler(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """For parallel/rules.py."""
     if not run.layout.compile or run.remat.mode != "sqrt":
-        return None
-    return (
+        return []
+    said = (
         "remat.mode='sqrt' computes several blocks again together, but they are compiled one by "
-        "one; with layout.compile=true the nearest legal mode is 'full', or set compile=false"
+        "one under layout.compile=true"
     )
+    return [Complaint(said, (only(remat__mode="full"), only(layout__compile=False)))]
 
 
-def broken_by_zero_bubble(run: Run, sizes: AxisSizes) -> str | None:
+def broken_by_zero_bubble(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """For parallel/rules.py."""
     if sizes.pp == 1 or run.layout.pp_schedule not in ZERO_BUBBLE or run.remat.mode == "none":
-        return None
-    return (
+        return []
+    said = (
         f"layout.pp_schedule={run.layout.pp_schedule!r} takes the weights' gradients one by one, "
         f"after those of the inputs, and would compute a block again for each of them under "
-        f"remat.mode={run.remat.mode!r}; the nearest legal mode is 'none', or set "
-        "layout.pp_schedule='1f1b' or 'interleaved-1f1b'"
+        f"remat.mode={run.remat.mode!r}"
     )
+    none = {"remat.mode": "none"}
+    if run.remat.budget_bytes is not None:
+        none |= {"remat.budget_bytes": None}
+    return [Complaint(said, ((none,), only(layout__pp_schedule="interleaved-1f1b")))]

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from stepwell.config import LayoutConfig, Run
-from stepwell.parallel import fp8_layers, lever_rules, remat
-from stepwell.parallel.schedules import (
-    ZERO_BUBBLE,
-    fewest_micro_batches,
-    num_stages,
-    split_blocks,
+from stepwell.parallel import fp8_layers, lever_rules, pipeline_rules, remat
+from stepwell.parallel.remedies import (
+    RANKS,
+    Change,
+    Complaint,
+    Way,
+    divisors,
+    multiples,
+    only,
+    other_sizes,
+    told,
+    values_of,
 )
 from stepwell.types import ConfigError
 
@@ -33,247 +40,234 @@ class AxisSizes(NamedTuple):
 
 
 def axis_sizes(layout: LayoutConfig, world: int) -> AxisSizes:
-    """The axes for `world` ranks; raises ConfigError if they do not fill it."""
+    """The axes for `world` ranks; raises ConfigError if they do not fill it, with what would fill
+    it (`check_run` knows what the rest of a run allows, too)."""
+    problem = _unfilled(layout, world)
+    if problem is not None:
+        sized = [_sized(layout, world, way) for way in problem.ways]
+        raise ConfigError(told(problem, [found for found in sized if found]))
+    fixed = layout.pp * layout.tp * layout.cp * layout.dp_replicate
+    return AxisSizes(layout.pp, layout.dp_replicate, world // fixed, layout.cp, layout.tp)
+
+
+def _unfilled(layout: LayoutConfig, world: int) -> Complaint | None:
     rest = world
     for axis in ("pp", "tp", "cp", "dp_replicate"):
         size = getattr(layout, axis)
         if rest % size:
-            best = nearest_divisor(rest, size)
             left = "" if rest == world else f" of the {world} that the axes before it leave"
-            raise ConfigError(
-                f"layout.{axis}={size} must divide the number of ranks, {rest}{left}; "
-                f"the nearest that does is {best}"
+            fixed = layout.pp * layout.tp * layout.cp * layout.dp_replicate
+            return Complaint(
+                f"layout.{axis}={size} must divide the number of ranks, {rest}{left}",
+                (
+                    values_of(f"layout.{axis}", divisors(world, size)),
+                    _other_ranks(fixed * max(layout.dp_shard, 1), world),
+                ),
             )
         rest //= size
-    if layout.dp_shard not in (-1, rest):
-        fixed = world // rest
-        raise ConfigError(
-            f"layout.dp_shard={layout.dp_shard} x the other axes' {fixed} = "
-            f"{layout.dp_shard * fixed} must equal the number of ranks, {world}; with these axes "
-            f"the only legal dp_shard is {rest} (or -1), or start {layout.dp_shard * fixed} ranks"
-        )
-    return AxisSizes(layout.pp, layout.dp_replicate, rest, layout.cp, layout.tp)
+    if layout.dp_shard in (-1, rest):
+        return None
+    fixed = world // rest
+    needed = layout.dp_shard * fixed
+    return Complaint(
+        f"layout.dp_shard={layout.dp_shard} x the other axes' {fixed} = {needed} must equal the "
+        f"number of ranks, {world}",
+        (values_of("layout.dp_shard", [rest, -1]), values_of(RANKS, [needed])),
+    )
+
+
+def _other_ranks(of: int, world: int) -> Way:
+    """Multiples of `of`, nearest first, of two the fewer."""
+    return values_of(RANKS, sorted(multiples(of, world), key=lambda n: (abs(n - world), n)))
+
+
+def _sized(layout: LayoutConfig, world: int, way: Way) -> Change | None:
+    for wanted in way:
+        axes = {k.removeprefix("layout."): v for k, v in wanted.items() if k != RANKS}
+        if _unfilled(layout.model_copy(update=axes), wanted.get(RANKS, world)) is None:
+            return wanted
+    return None
 
 
 @dataclass(frozen=True)
 class Rule:
     """why: the reason in general. broken(run, sizes): what is wrong with this run, with its values
-    and the nearest legal one; None if nothing is."""
+    and what might mend it; empty if nothing is."""
 
     name: str
     why: str
-    broken: Callable[[Run, AxisSizes], str | None]
+    broken: Callable[[Run, AxisSizes], list[Complaint]]
+
+
+# Complaints by rule and by what they are about.
+Found = dict[tuple[str, str], Complaint]
 
 
 def check_run(run: Run, world: int, rules: Iterable[Rule] | None = None) -> AxisSizes:
-    """The axes of the run on `world` ranks. Raises ConfigError with every rule that it breaks."""
-    sizes = axis_sizes(run.layout, world)
-    found = [rule.broken(run, sizes) for rule in (RULES if rules is None else rules)]
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return sizes
+    """The axes of the run on `world` ranks. Raises ConfigError with every one of `rules` (all by
+    default) that it breaks, or with what its axes lack to fill the ranks. The values that are named
+    are legal: with each alone the run has that complaint no more, and none that it had not."""
+    problem = _unfilled(run.layout, world)
+    if problem is None:
+        reported = _broken(run, axis_sizes(run.layout, world), RULES if rules is None else rules)
+    else:
+        reported = {_AXES: problem}
+    if reported:
+        before, messages = _complaints(run, world), []
+        for of, complaint in reported.items():
+            legal = [_first_legal(run, world, before, of, way) for way in complaint.ways]
+            messages.append(told(complaint, [found for found in legal if found]))
+        raise ConfigError("\n".join(messages))
+    return axis_sizes(run.layout, world)
+
+
+_AXES = ("axes", "")
+
+
+def _complaints(run: Run, world: int) -> Found:
+    """Also where the axes do not fill the world: what would be wrong if they did."""
+    layout, found = run.layout, Found()
+    problem = _unfilled(layout, world)
+    if problem is None:
+        sizes = axis_sizes(layout, world)
+    else:
+        found[_AXES] = problem
+        shard = max(layout.dp_shard, 1)
+        sizes = AxisSizes(layout.pp, layout.dp_replicate, shard, layout.cp, layout.tp)
+    return found | _broken(run, sizes, RULES)
+
+
+def _broken(run: Run, sizes: AxisSizes, rules: Iterable[Rule]) -> Found:
+    return {(rule.name, c.about): c for rule in rules for c in rule.broken(run, sizes)}
+
+
+def _first_legal(
+    run: Run, world: int, before: Found, of: tuple[str, str], way: Way
+) -> Change | None:
+    """The first change that mends the complaint `of`; of several the one that leaves the fewest
+    others. None that brings a new complaint, or leaves one about the same key, will do."""
+    best, fewest = None, len(before)
+    for wanted in way:
+        after = _after(run, world, wanted)
+        if after is None or not after.keys() <= before.keys() - {of}:
+            continue
+        same = any(wanted.keys() & complaint.keys for complaint in after.values())
+        if not same and len(after) < fewest:
+            best, fewest = wanted, len(after)
+        if fewest == 0:
+            break
+    return best
+
+
+def _after(run: Run, world: int, wanted: Change) -> Found | None:
+    """The complaints about the changed run; None if there is no such run."""
+    settings = {key: value for key, value in wanted.items() if key != RANKS}
+    try:
+        changed = Run.parse(run.model_dump(exclude_none=True), settings)
+    except ConfigError:
+        return None
+    return _complaints(changed, wanted.get(RANKS, world))
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
-
-
-def nearest_multiple(number: int, of: int) -> int:
-    return max(1, round(number / of)) * of
+    return divisors(number, wanted)[0]
 
 
 # --- the rules -------------------------------------------------------------------------------
 
 
-def _heads(run: Run, sizes: AxisSizes) -> str | None:
+def _heads(run: Run, sizes: AxisSizes) -> list[Complaint]:
     heads = run.model.num_heads
     if heads % sizes.tp == 0:
-        return None
-    return (
-        f"layout.tp={sizes.tp} must divide model.num_heads={heads}; the nearest that does is "
-        f"{nearest_divisor(heads, sizes.tp)}"
-    )
+        return []
+    said = f"layout.tp={sizes.tp} must divide model.num_heads={heads}"
+    return [Complaint(said, (other_sizes("tp", sizes),))]
 
 
-def _kv_heads(run: Run, sizes: AxisSizes) -> str | None:
+def _kv_heads(run: Run, sizes: AxisSizes) -> list[Complaint]:
     heads, tp = run.model.num_kv_heads, sizes.tp
     if heads % tp == 0 or tp % heads == 0:
-        return None
-    legal = [t for t in range(1, run.model.num_heads + 1) if heads % t == 0 or t % heads == 0]
-    legal = [t for t in legal if run.model.num_heads % t == 0]
-    return (
+        return []
+    said = (
         f"layout.tp={tp} must divide model.num_kv_heads={heads} or be a multiple of it (then each "
-        f"head is used by several ranks); the nearest legal value is "
-        f"{min(legal, key=lambda t: abs(t - tp))}"
+        "head is used by several ranks)"
     )
+    return [Complaint(said, (other_sizes("tp", sizes),))]
 
 
-def _sharded_dims(run: Run, sizes: AxisSizes) -> str | None:
+def _sharded_dims(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    found = []
     for name in ("d_ff", "vocab_size"):
         value = getattr(run.model, name)
         if value % sizes.tp:
-            return (
-                f"model.{name}={value} must be a multiple of layout.tp={sizes.tp}; the nearest is "
-                f"{nearest_multiple(value, sizes.tp)}, or set layout.tp="
-                f"{nearest_divisor(value, sizes.tp)}"
-            )
-    return None
+            ways = values_of(f"model.{name}", multiples(sizes.tp, value)), other_sizes("tp", sizes)
+            said = f"model.{name}={value} must be a multiple of layout.tp={sizes.tp}"
+            found.append(Complaint(said, ways, name))
+    return found
 
 
-def _sequence(run: Run, sizes: AxisSizes) -> str | None:
+def _sequence(run: Run, sizes: AxisSizes) -> list[Complaint]:
     parts = sizes.tp * (2 * sizes.cp if sizes.cp > 1 else 1)
     length = run.data.seq_len
     if length % parts == 0:
-        return None
+        return []
     what = f"layout.tp={sizes.tp}" + (f" x 2 x layout.cp={sizes.cp}" if sizes.cp > 1 else "")
-    return (
+    ways = [values_of("data.seq_len", multiples(parts, length))]
+    ways += [other_sizes(axis, sizes) for axis in ("tp", "cp") if getattr(sizes, axis) > 1]
+    said = (
         f"data.seq_len={length} must be a multiple of {what} = {parts}, which divide it among the "
-        f"ranks; the nearest is {nearest_multiple(length, parts)}"
+        "ranks"
     )
+    return [Complaint(said, tuple(ways))]
 
 
-def _ulysses(run: Run, sizes: AxisSizes) -> str | None:
+def _ulysses(run: Run, sizes: AxisSizes) -> list[Complaint]:
     heads = run.model.num_heads // sizes.tp
     if run.layout.cp_method != "ulysses" or heads % sizes.cp == 0:
-        return None
-    return (
+        return []
+    said = (
         f"layout.cp_method='ulysses' divides the {heads} heads of a tensor rank (model.num_heads="
-        f"{run.model.num_heads}, layout.tp={sizes.tp}) among layout.cp={sizes.cp} ranks; the "
-        f"nearest cp that divides them is {nearest_divisor(heads, sizes.cp)}, or set "
-        "layout.cp_method='ring'"
+        f"{run.model.num_heads}, layout.tp={sizes.tp}) among layout.cp={sizes.cp} ranks"
     )
+    return [Complaint(said, (other_sizes("cp", sizes), only(layout__cp_method="ring")))]
 
 
-def _zero(run: Run, sizes: AxisSizes) -> str | None:
-    layout = run.layout
+def _zero(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    layout, found = run.layout, []
     reduces = {0: "step", 1: "step", 2: "micro_batch"}.get(layout.zero)
     if layout.reduce_gradients not in ("auto", reduces) and reduces is not None:
-        return (
+        said = (
             f"layout.zero={layout.zero} reduces gradients once a {reduces.replace('_', '-')}, not "
-            f"layout.reduce_gradients={layout.reduce_gradients!r}; the nearest legal values are "
-            f"reduce_gradients='auto', or zero={2 if layout.zero < 2 else 1}"
+            f"layout.reduce_gradients={layout.reduce_gradients!r}"
         )
+        stages = (2, 3) if layout.zero < 2 else (1, 3)
+        ways = only(layout__reduce_gradients="auto"), values_of("layout.zero", stages)
+        found.append(Complaint(said, ways, "gradients"))
     if layout.zero < 3 and layout.reshard_after_forward == "node":
-        return (
+        said = (
             f"layout.reshard_after_forward='node' belongs to layout.zero=3; zero={layout.zero} "
-            "keeps the weights gathered (leave it at 'always', which zero 0 to 2 ignore)"
+            "keeps the weights gathered ('always' is ignored there)"
         )
-    return None
+        ways = only(layout__reshard_after_forward="always"), only(layout__zero=3)
+        found.append(Complaint(said, ways, "weights"))
+    return found
 
 
-def _stages(run: Run, sizes: AxisSizes) -> str | None:
-    layout, blocks = run.layout, run.model.num_layers
-    v, schedule = layout.pp_stages_per_rank, layout.pp_schedule
-    if sizes.pp == 1:
-        if v == 1 and layout.pp_layers is None and schedule == "1f1b":
-            return None
-        return (
-            f"layout.pp_schedule={schedule!r}, pp_stages_per_rank={v} and pp_layers="
-            f"{layout.pp_layers} are of a pipeline; leave them out, or set layout.pp to 2 or more"
-        )
-    one, two = schedule in ("gpipe", "1f1b"), schedule in ZERO_BUBBLE
-    if (one and v != 1) or (two and v != 2) or v + one < 2:
-        legal = "1" if one else "2" if two else "2 or more"
-        return (
-            f"layout.pp_stages_per_rank={v} does not fit layout.pp_schedule={schedule!r}, which "
-            f"has {legal} a rank; set pp_stages_per_rank={1 if one else 2}"
-        )
-    stages = num_stages(layout)
-    if layout.pp_layers is None:
-        if stages <= blocks + 2:
-            return None
-        return (
-            f"layout.pp={sizes.pp} x pp_stages_per_rank={v} = {stages} stages are more than the "
-            f"model has parts: model.num_layers={blocks} blocks, the embedding and the head; the "
-            f"nearest legal value is pp={(blocks + 2) // v}"
-        )
-    return _given_stages(layout.pp_layers, stages, blocks, layout)
-
-
-def _given_stages(
-    counts: tuple[int, ...], stages: int, blocks: int, layout: LayoutConfig
-) -> str | None:
-    even = [len(r) for r in split_blocks(blocks, layout.model_copy(update={"pp_layers": None}))]
-    said = f"layout.pp_layers={list(counts)}"
-    if len(counts) != stages:
-        return f"{said} has {len(counts)} numbers for {stages} stages; an even split is {even}"
-    if sum(counts) != blocks:
-        return (
-            f"{said} adds up to {sum(counts)}, not to model.num_layers={blocks}; an even split is "
-            f"{even}"
-        )
-    if 0 in counts[1:-1]:
-        return (
-            f"{said}: only the first stage (which has the embedding) and the last one (which has "
-            f"the head) can be without blocks; an even split is {even}"
-        )
-    return None
-
-
-def _micro_batches(run: Run, sizes: AxisSizes) -> str | None:
-    if sizes.pp == 1 or run.method.kind == "grpo":  # its rows are not known beforehand
-        return None
-    if run.optim.release_gradients:  # one micro-batch; another rule refuses that
-        return None
-    train, shares = run.train, sizes.dp_replicate * sizes.dp_shard
-    rows = -(-train.global_batch_rows // shares)
-    number, fewest = -(-rows // train.micro_batch_rows), fewest_micro_batches(run.layout)
-    if number >= fewest:
-        return None
-    share = f" / {shares} shares" if shares > 1 else ""
-    said = f"train.global_batch_rows={train.global_batch_rows}{share} in pieces of "
-    said += f"train.micro_batch_rows={train.micro_batch_rows} make {number} micro-batches, fewer "
-    said += f"than the {fewest} that layout.pp_schedule={run.layout.pp_schedule!r} needs on "
-    said += f"layout.pp={sizes.pp} ranks; the nearest legal value is "
-    if rows >= fewest:
-        size = max(n for n in range(1, rows + 1) if -(-rows // n) >= fewest)
-        return f"{said}micro_batch_rows={size}"
-    return f"{said}global_batch_rows={fewest * shares} with micro_batch_rows=1"
-
-
-def _pipeline_gradients(run: Run, sizes: AxisSizes) -> str | None:
-    layout = run.layout
-    if sizes.pp == 1 or (layout.zero != 2 and layout.reduce_gradients != "micro_batch"):
-        return None
-    return (
-        f"layout.pp={sizes.pp} sums gradients over the ranks once a step, which layout.zero="
-        f"{layout.zero} with reduce_gradients={layout.reduce_gradients!r} does after every "
-        "micro-batch; the nearest legal values are reduce_gradients='auto' with zero=1, or zero=3"
-    )
-
-
-def _zero_bubble(run: Run, sizes: AxisSizes) -> str | None:
-    layout = run.layout
-    if sizes.pp == 1 or layout.pp_schedule not in ZERO_BUBBLE:
-        return None
-    said = f"layout.pp_schedule={layout.pp_schedule!r} computes gradients of inputs and of weights "
-    if layout.zero == 3 and layout.reshard_after_forward != "never":
-        return (
-            f"{said}apart, and would lose those of weights that were given back between (layout."
-            f"zero=3, reshard_after_forward={layout.reshard_after_forward!r}); set "
-            "reshard_after_forward='never' or zero=1, or pp_schedule='interleaved-1f1b'"
-        )
-    if layout.compile:
-        return (
-            f"{said}apart, and compiled blocks compute them together; set layout.compile=false, or "
-            "pp_schedule='interleaved-1f1b'"
-        )
-    return None
-
-
-def _pipeline_release(run: Run, sizes: AxisSizes) -> str | None:
-    if sizes.pp == 1 or not run.optim.release_gradients:
-        return None
-    return (
-        "optim.release_gradients=true steps within the backward pass of a step's only micro-batch, "
-        f"and layout.pp={sizes.pp} needs at least {fewest_micro_batches(run.layout)}; set "
-        "optim.release_gradients=false"
-    )
+def _rows(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
+    if run.method.kind == "grpo" or data_ranks <= rows:
+        return []
+    world = prod(sizes)
+    shares = "" if data_ranks == world else f", {data_ranks} of them for data,"
+    said = f"{world} ranks{shares} exceed train.global_batch_rows={rows}, so some would have no row"
+    fewer = range(rows * world // data_ranks, 0, -1)
+    return [
+        Complaint(said, (only(train__global_batch_rows=data_ranks), values_of(RANKS, fewer[:32])))
+    ]
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("rows", "Every data parallel rank has a row.", _rows),
     Rule("heads", "A tensor rank holds whole attention heads.", _heads),
     Rule("key/value heads", "Key/value heads are divided or shared evenly.", _kv_heads),
     Rule(
@@ -281,20 +275,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("sequence", "Tensor and context ranks hold equal parts of a row.", _sequence),
     Rule("ulysses", "All-to-all gives each context rank whole attention heads.", _ulysses),
-    Rule("stages", "Each pipeline stage holds part of the model.", _stages),
-    Rule("micro-batches", "Every pipeline rank is at work at once.", _micro_batches),
+    Rule("stages", "Each pipeline stage holds part of the model.", pipeline_rules.stages),
+    Rule("micro-batches", "Every pipeline rank is at work at once.", pipeline_rules.micro_batches),
     Rule(
         "gradients of a pipeline",
         "Stages sum their gradients over the ranks once a step.",
-        _pipeline_gradients,
+        pipeline_rules.gradients,
     ),
     Rule(
         "zero bubble",
         "A backward pass in halves needs the weights to stay, and code that can be run in halves.",
-        _zero_bubble,
+        pipeline_rules.zero_bubble,
     ),
     Rule(
-        "release in a pipeline", "A pipeline has several micro-batches a step.", _pipeline_release
+        "release in a pipeline",
+        "A pipeline has several micro-batches a step.",
+        pipeline_rules.release,
     ),
     Rule("offload once", "Parameter offload includes the optimiser.", lever_rules.offload_twice),
     Rule("offload AdamW", "The host steps element by element.", lever_rules.host_steps_adamw),

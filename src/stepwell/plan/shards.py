@@ -13,11 +13,9 @@ from typing import NamedTuple
 from stepwell.config import Run
 from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.lever_rules import QUANTISED_BLOCK, is_quantised
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import num_stages, split_blocks, stages_of_rank
-
-# optim.kind "adamw8bit" (train.adamw8bit): what it quantises, and into what.
-QUANTISED_MIN_ELEMENTS, QUANTISED_BLOCK = 4096, 256
 
 
 class Part(NamedTuple):
@@ -99,7 +97,6 @@ def _moments(run: Run, name: str, shape: tuple[int, ...], shard: int, columns: i
     kind, matrix = run.optim.kind, len(shape) == 2
     if kind == "muon" and matrix and name.startswith("blocks."):
         return size * shard
-    large = matrix and prod(shape) >= QUANTISED_MIN_ELEMENTS
-    if kind == "adamw8bit" and large and columns % QUANTISED_BLOCK == 0:
+    if kind == "adamw8bit" and is_quantised(shape, columns):
         return 2 * (shard + size * shard // QUANTISED_BLOCK)
     return 2 * size * shard

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stepwell.parallel import lever_rules
+from stepwell.parallel.lever_rules import QUANTISED_BLOCK as BLOCK
 from stepwell.types import ConfigError
 
-BLOCK = 256
-MIN_ELEMENTS = 4096  # smaller tensors would save nothing and lose the most
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it is signed
 
 
@@ -94,8 +94,7 @@ class AdamW8bit(torch.optim.Optimizer):
 
 def is_quantised(parameter: Tensor) -> bool:
     """Whether its moments are kept in 8 bits: large matrices whose rows are whole blocks."""
-    large = parameter.dim() >= 2 and parameter.numel() >= MIN_ELEMENTS
-    return large and _local(parameter).shape[-1] % BLOCK == 0
+    return lever_rules.is_quantised(tuple(parameter.shape), _local(parameter).shape[-1])
 
 
 def _zeros(parameter: Tensor, signed: bool) -> Tensor:
