@@ -291,6 +291,8 @@ class GuardConfig(Section):
     Spikes: a loss more than loss_spike (nats a token) above its median, a gradient norm above
     spike_factor times its median, an update's norm over the learning rate above
     update_spike_factor times its median. loss_spike or update_spike_factor 0: not looked for.
+    From the second step on, a loss is bad too that is more than loss_spike above ln(vocab_size) and
+    above the first good loss.
     """
 
     action: Literal["none", "skip", "rewind", "stop"] = "skip"

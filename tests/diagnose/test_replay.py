@@ -21,7 +21,8 @@ from stepwell.types import CheckpointError, ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks
 from tests.runs import settings, words
-from tests.train.test_guard_story import story, write_batches
+from tests.train.test_guard_events import write_glitches
+from tests.train.test_guard_story import GLITCH, story, write_batches
 
 EVERY_3 = {"checkpoint.every_steps": 3, "checkpoint.keep_last": 9, "train.steps": 8}
 
@@ -173,7 +174,37 @@ def test_a_bad_step_shows_where_it_went_bad_and_a_rewound_run_what_it_took_inste
     assert math.isnan(last.grad_norm)
 
 
+def test_rewinds_that_the_starting_point_does_not_know_are_taken_into_account(world, tmp_path):
+    """From the first weights, and from a checkpoint of before a later rewind."""
+    write_glitches("early", {2, 11})
+    engine = Engine(Run.parse({}, {**runs.MODEL, "model.tied": False}))
+    with torch.no_grad():
+        engine.decoder.get_parameter("embed.weight")[GLITCH] = 1e5
+    engine.save("fragile", {}).wait()
+    values = {"model.init": "fragile", "guard.action": "rewind", "guard.suspect_steps": 1,
+              "checkpoint.every_steps": 4, "train.steps": 14}  # fmt: skip
+    assert main(words("pretrain", story("early-run", "early", **values))) == 0
+    rewinds = [e for e in read_lines(Path("early-run/events.jsonl")) if e["event"] == "rewind"]
+    assert [(e["step"], e["lr_scale"]) for e in rewinds] == [(0, 0.5), (8, 0.25)]
+    copy = _copy("early-run", tmp_path)
+    shutil.rmtree(step_folder(copy, 0))
+    for step in (1, 2, 4):
+        found = replay(copy, step)
+        assert (found.start, found.num_compared, found.difference) == (0, step, None)
+    assert found.sample_ids == [16, 17, 18, 19]
+    shutil.copytree(step_folder("early-run", 0), step_folder(copy, 0))
+    for step in (4, 8, 12):
+        shutil.rmtree(step_folder(copy, step))
+    found = replay(copy, 14)
+    assert (found.start, found.num_compared, found.difference) == (0, 14, None)
+
+
 # --- refusals ------------------------------------------------------------------------------------
+
+
+def test_fewer_than_one_process_is_refused(world, capsys):
+    assert main(["replay", "pre", "--step", "5", "--nproc", "0"]) == 2
+    assert "--nproc 0 must be at least 1" in capsys.readouterr().err
 
 
 def test_refusals(world, tmp_path):
@@ -198,3 +229,20 @@ def test_refusals(world, tmp_path):
     (copy / "run.toml").write_text(text)
     with pytest.raises(DataError, match="gone"):
         replay(copy, 2)
+
+
+def test_a_run_of_several_ranks_asks_for_as_many(world, capsys):
+    place = shutil.copytree("pre", "pre-of-4")
+    run = Run.load(Path(place) / "run.toml")
+    layout = run.layout.model_copy(update={"pp": 2})
+    run.model_copy(update={"layout": layout}).save(Path(place) / "run.toml")
+    last = sorted(Path(place).glob("checkpoints/step-*/state.json"))[-1]
+    state = json.loads(last.read_text())
+    state["extra"]["machine"]["ranks"] = 4
+    last.write_text(json.dumps(state))
+    command = ["replay", str(place), "--step", "2"]
+    assert main(command) == 2
+    assert "pre-of-4 is a run of 4 ranks, and this is one" in (err := capsys.readouterr().err)
+    assert "give --nproc 4" in err
+    assert main([*command, "--nproc", "3"]) == 2
+    assert "layout.pp=2 must divide the number of ranks, 3" in capsys.readouterr().err

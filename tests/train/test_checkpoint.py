@@ -392,6 +392,7 @@ def test_prune_keeps_the_last_and_the_best(tmp_path):
     removed = prune(tmp_path, keep_last=1, keep_best=1, higher_is_better=True)
     assert [path.name for path in removed] == ["step-00000002"]
     assert prune(tmp_path, keep_last=9) == []
+    assert prune(tmp_path, keep_last=1, keep_also=range(9)) == []
     assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 4)]
 
 

@@ -4,12 +4,19 @@ import math
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from stepwell.data.batch import Batch
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, cross_entropy
 from stepwell.train.optim import grad_norm
-from stepwell.train.probe import first_non_finite, layer_table, measure, probe_step
+from stepwell.train.probe import (
+    first_non_finite,
+    layer_table,
+    measure,
+    non_finite_state,
+    probe_step,
+)
 from tests.oracle import base_run, global_batch
 from tests.parallel.ranks import run_jobs
 
@@ -114,6 +121,29 @@ def _one_rank_alone(layout):
     state["embed.weight"][BAD_TOKEN] = torch.nan
     engine.load_weights(state.items())
     return first_non_finite(engine, batch, PLAIN), batch.sample_ids
+
+
+def _bad_state(layout):
+    """One value of a weight is infinite, and one of another's first moment."""
+    engine = Engine(base_run(**{"model.tied": False, "train.micro_batch_rows": 1, **layout}))
+    engine.forward_backward(share(engine), PLAIN)
+    engine.optim_step()
+    good = non_finite_state(engine)
+    state = engine.full_state_dict()
+    state["head.weight"][1, 2] = torch.inf
+    engine.load_weights(state.items())
+    for name, value in engine.optimizer.state_dict().items():
+        if name == "blocks.0.mlp.w_up.weight.exp_avg":
+            local = value.to_local() if isinstance(value, DTensor) else value
+            local[-1:].fill_(torch.nan)
+    return good, non_finite_state(engine)
+
+
+def test_weights_and_moments_that_are_not_finite_are_named():
+    wanted = [], ["head.weight", "blocks.0.mlp.w_up.weight.exp_avg"]
+    assert _bad_state({}) == wanted
+    found = run_jobs(2, shards=(_bad_state, {}), pipeline=(_bad_state, {**EVEN, "layout.pp": 2}))
+    assert found == {"shards": [wanted, wanted], "pipeline": [wanted, wanted]}
 
 
 def test_all_ranks_agree_under_every_axis():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
@@ -64,6 +65,28 @@ def test_a_hugging_face_folder_is_a_start(trained, tmp_path):
     found = dict(weights)
     for name, wanted in engine.iter_state():
         assert torch.equal(found[name], wanted)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf"])
+def test_weights_that_are_not_finite_are_refused_by_name(trained, tmp_path, kind):
+    """One value in the row of a token that may not come for a long time."""
+    _, engine = trained
+    name = "embed.weight"
+    state = engine.full_state_dict()
+    if kind == "hf":
+        save_hf(tmp_path / kind, engine.run.model, state.items(), torch.float32)
+        (file,) = (tmp_path / kind).glob("*.safetensors")
+        tensors = load_file(file)
+        tensors["model.embed_tokens.weight"][7, 3] = -torch.inf
+        save_file(tensors, file)
+    else:
+        state[name][7, 3] = -torch.inf
+        Engine(engine.run, state.items()).save(tmp_path / kind, {}).wait()
+    run = resolve(Run.parse({}, {"model.init": str(tmp_path / kind)}))
+    weights = initial_weights(run.model)
+    assert weights is not None
+    with pytest.raises(CheckpointError, match=rf"{name} holds 1 values .* in row 7\)"):
+        dict(weights)
 
 
 def test_without_init_the_seed_draws():
