@@ -1,10 +1,34 @@
 """The header says what the run is; its figures are those of the ledger and of the settings."""
 
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
 from stepwell.cli import main
-from stepwell.commands.header import header_text, size_text
+from stepwell.commands.header import header_text, parts_text, plan_of, size_text
+from stepwell.commands.ranks import Ranks
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
 from stepwell.plan.memory import predict_memory
+
+# As in the text: a size, with its unit.
+SIZE = r"([\d,.]+) (KiB|MiB|GiB)"
+LAYOUTS = {
+    "one": ({}, Ranks()),
+    "one in a group": ({}, Ranks(1, grouped=True)),
+    "zero 3": ({}, Ranks(4, grouped=True)),
+    "zero 1": ({"layout.zero": 1}, Ranks(4, grouped=True)),
+    "pipeline": ({"layout.pp": 2, "layout.zero": 1}, Ranks(4, grouped=True)),
+    "offload": ({"offload.optimizer": True, "offload.activations": True}, Ranks()),
+    "large": ({"model.d_model": 2048, "model.num_layers": 24}, Ranks(2, grouped=True)),
+}
+
+
+def four(**settings) -> Run:
+    return Run.parse({}, {"train.global_batch_rows": 16, "train.micro_batch_rows": 2, **settings})
 
 
 def test_a_pretraining_run():
@@ -13,14 +37,58 @@ def test_a_pretraining_run():
     assert f"x: {count_parameters(run.model).total:,} parameters (llama), bf16, adamw" in text
     assert "200 steps of 12,288 tokens (24 rows of 512) = 2,457,600 tokens" in text
     assert size_text(predict_memory(run).peak_bytes) in text
-    assert "ranks" not in text
+    assert "rank" not in text
 
 
 def test_ranks_need_less_each():
     run = Run.parse({}, {"model.d_model": 1024, "model.num_layers": 12})
     assert predict_memory(run, 4).peak_bytes < predict_memory(run).peak_bytes
-    assert size_text(predict_memory(run, 4).peak_bytes) in header_text(run, 4)
-    assert "on each of 4 ranks" in header_text(run, 4)
+    text = header_text(run, Ranks(4, grouped=True))
+    assert size_text(predict_memory(run, 4).peak_bytes) in text
+    assert "on each of 4 ranks" in text
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_parts_add_up_to_the_total(name):
+    settings, ranks = LAYOUTS[name]
+    run = four(**settings)
+    lines = header_text(run, ranks).splitlines()
+    place = next(i for i, line in enumerate(lines) if "predicted memory" in line)
+    found = re.search(SIZE, lines[place])
+    assert found
+    parts = re.findall(SIZE, lines[place + 1])
+    assert {unit for _, unit in parts} == {found[2]}
+    total = sum(round(10 * float(size.replace(",", ""))) for size, _ in parts)
+    assert total == round(10 * float(found[1].replace(",", "")))
+    memory = plan_of(run, ranks)["memory"]
+    assert sum(memory["items"].values()) == memory["peak_bytes"]
+    assert memory["by_phase"][memory["phase"]] == memory["peak_bytes"]
+
+
+def test_what_the_layout_is_and_what_it_keeps_where():
+    text = header_text(four(**{"layout.pp": 2, "layout.zero": 1}), Ranks(4, True, assumed=True))
+    assert "4 ranks (assumed: " in text
+    assert ": pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, zero 1, pipeline 1f1b" in text
+    assert re.search(r"on pipeline rank \d, which needs the most of 2\n", text)
+    assert "weights (1/2 of them) " in text
+    assert "weights gathered for use" in text
+    # A single process casts; a rank of a group gathers.
+    assert "weights cast for use" in header_text(four())
+    assert "1 rank: pp 1 x" in header_text(four(), Ranks(1, grouped=True))
+    levers = {
+        "remat.mode": "every", "remat.every": 3, "precision.fp8.recipe": "tensorwise",
+        "offload.optimizer": True, "offload.activations": True, "layout.compile": True,
+    }  # fmt: skip
+    run = four(**levers)
+    text = header_text(run)
+    assert (
+        "  recomputation every 3, fp8 tensorwise, offload of optimizer and activations, "
+        "blocks compiled\n" in text
+    )
+    host = predict_memory(run).host
+    assert f"offload.optimizer {size_text(host['optimizer'])}" in text
+    assert f"offload.activations {size_text(host['activations'])}" in text
+    assert "recomputation" not in header_text(four())
 
 
 def test_a_grpo_run_counts_answers():
@@ -31,6 +99,11 @@ def test_a_grpo_run_counts_answers():
 def test_sizes():
     assert size_text(155 * 2**20) == "155 MiB"
     assert size_text(1536 * 2**20) == "1.5 GiB"
+    assert size_text(1536) == "2 KiB"
+    third = 2**30 // 3
+    assert parts_text({"a": third, "b": third, "c": third + 1, "d": 0}) == (
+        "a 0.3 GiB, b 0.3 GiB, c 0.4 GiB"
+    )
 
 
 def test_check_starts_nothing(tmp_path, capsys):
@@ -40,6 +113,76 @@ def test_check_starts_nothing(tmp_path, capsys):
     assert not folder.exists()
 
 
-def test_check_still_refuses_what_cannot_be(capsys):
-    assert main(["pretrain", "--check", "--model.num_kv_heads", "3"]) == 2
-    assert "num_kv_heads=3" in capsys.readouterr().err
+def test_check_as_json(capsys):
+    words = ["pretrain", "--check", "--json", "--layout.tp", "2", "--offload.optimizer"]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["ranks"], plan["ranks_assumed"], plan["layout"]["tp"]) == (2, True, 2)
+    assert plan["offload"] == ["optimizer"]
+    assert plan["memory"]["host"]["optimizer"] > 0
+    assert main(["pretrain", "--check", "--json", "--layout.tp", "2", "--nproc", "4"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["ranks"], plan["ranks_assumed"], plan["layout"]["dp_shard"]) == (4, False, 2)
+
+
+REFUSED = [
+    ("--model.num_kv_heads 3", "num_kv_heads=3"),
+    ("--nproc 8 --layout.tp 8 --model.num_heads 4 --model.num_kv_heads 4", "layout.tp=8 must"),
+    ("--nproc 3 --layout.tp 2", "layout.tp=2 must divide the number of ranks, 3"),
+    ("--nproc 2 --layout.pp 2 --layout.zero 2", "layout.pp=2 sums gradients"),
+    ("--layout.pp 2 --layout.zero 2", "layout.pp=2 sums gradients"),
+    ("--nproc 4 --train.global_batch_rows 2", "4 ranks exceed train.global_batch_rows=2"),
+    ("--precision.fp8.recipe delayed --precision.compute fp16", "not 'fp16'"),
+    ("--precision.fp8.recipe tensorwise --model.d_ff 200", "model.d_ff=200"),
+    (
+        "--optim.release_gradients true --train.global_batch_rows 8 --train.micro_batch_rows 2",
+        "optim.release_gradients=true does not go with",
+    ),
+    ("--offload.parameters true", "needs a process group"),
+    (
+        "--offload.optimizer true --model.d_model 65536 --model.num_layers 96 --model.d_ff 131072",
+        "of host memory",
+    ),
+    ("--offload.optimizer true --optim.kind muon", "not optim.kind='muon'"),
+    ("--remat.mode sqrt --layout.compile true", "remat.mode='sqrt'"),
+    ("--precision.fp8.recipe tensorwise --precision.fp8.keep ['*.nope']", "'*.nope'"),
+    ("--nproc 0", "--nproc 0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("method", ["pretrain", "sft", "grpo"])
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_check_refuses_what_the_run_would_refuse(method, words, message, capsys):
+    if method != "pretrain" and "exceed" in message:
+        pytest.skip("rows of grpo are not known beforehand")
+    assert main([method, "--check", *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_ranks_that_are_there_go_before_nproc(monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0" if name != "WORLD_SIZE" else "1")
+    assert main(["pretrain", "--check", "--offload.parameters", "true"]) == 0
+    assert "1 rank: pp 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--check"], []])
+def test_a_refusal_before_any_rank_starts_needs_no_torch(words):
+    code = (
+        "import sys\nfrom stepwell.cli import main\n"
+        f"code = main(['pretrain', '--nproc', '8', '--layout.zero', '2', '--layout.pp', '2', "
+        f"*{words!r}])\n"
+        "sys.exit(99 if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("stepwell: ")
+    assert "layout.pp=2 sums gradients" in done.stderr
+    assert "rank 0" not in done.stderr
+
+
+def test_a_layout_of_several_ranks_in_one_process(capsys):
+    assert main(["pretrain", "--layout.pp", "2", "--layout.tp", "2"]) == 2
+    assert "needs 4 ranks, and this is one process; give --nproc 4" in capsys.readouterr().err

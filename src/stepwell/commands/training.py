@@ -14,15 +14,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from stepwell.commands.header import header_text
+from stepwell.commands.header import header_text, plan_of
+from stepwell.commands.ranks import check, ranks_of
 from stepwell.config import GRPO, SFT, Pretrain, Run
-from stepwell.launch import environ as ranks
+from stepwell.launch import environ
 from stepwell.launch.local import FAILED_RANK_LOG, launch
 from stepwell.launch.peers import watched
-from stepwell.parallel.rules import axis_sizes
+from stepwell.launch.stopping import last_saved, what_is_saved
 from stepwell.schema import dotted_keys
 from stepwell.train.lock import LOCK, folder_lock
-from stepwell.types import CheckpointError, ConfigError, DataError, nearest
+from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, nearest
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
@@ -294,61 +295,48 @@ def _command(method: str, argv: Sequence[str]) -> int:
         return 0
     arguments = parse(argv)
     run = load_run(method, arguments)
-    joined = ranks.is_rank(os.environ)
-    os.environ.update(ranks.rank_environment(os.environ))
+    os.environ.update(environ.rank_environment(os.environ))
     if arguments.rank_timeout_s is not None:
-        os.environ[ranks.RANK_TIMEOUT] = arguments.rank_timeout_s
-    ranks.rank_timeout_s(os.environ)
-    is_main = os.environ.get("RANK", "0") == "0"
-    num_ranks = int(os.environ.get("WORLD_SIZE", arguments.num_procs or 1))
-    check_ranks(run, arguments, num_ranks)
+        os.environ[environ.RANK_TIMEOUT] = arguments.rank_timeout_s
+    environ.rank_timeout_s(os.environ)
+    check_options(arguments)
+    ranks = ranks_of(run.layout, arguments.num_procs, os.environ, assume=arguments.check)
+    resolved = with_weights(run)
+    check(resolved, ranks)
     if arguments.check:
-        print(header_text(with_weights(run), num_ranks))
+        plan = json.dumps(plan_of(resolved, ranks)) if arguments.as_json else None
+        print(plan or header_text(resolved, ranks))
         return 0
+    is_main = os.environ.get("RANK", "0") == "0"
     # A launcher or Slurm that starts the same command again wants it to go on.
-    if arguments.start == "fresh" and is_main and not ranks.num_restarts(os.environ):
+    if arguments.start == "fresh" and is_main and not environ.num_restarts(os.environ):
         clear_folder(Path(run.dir))
     if arguments.start == "resume" and not any(Path(run.dir).glob("checkpoints/step-*")):
         raise CheckpointError(f"--resume: {run.dir} holds no checkpoint to go on from")
-    if num_ranks > 1 and not joined:
+    if arguments.num_procs is not None and not environ.is_rank(os.environ):
         again = arguments.max_restarts or 0
         words = [method, *_without_fresh(argv)]
-        return launch(num_ranks, words, max_restarts=again, folder=run.dir)
+        return launch(ranks.world, words, max_restarts=again, folder=run.dir)
     loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
-    run = with_weights(run)
     if is_main and not arguments.as_json:
-        print(header_text(run, num_ranks), file=sys.stderr)
-    with watched(os.environ):
-        num_steps = 0 if _is_done_and_closed(run) else loop(run)
+        print(header_text(resolved, ranks), file=sys.stderr)
+    try:
+        with watched(os.environ):
+            num_steps = 0 if _is_done_and_closed(resolved) else loop(resolved)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted: ended at once; {what_is_saved(run.dir)}") from None
     if is_main:
-        _print_result(run, num_steps, arguments.as_json)
+        _print_result(resolved, num_steps, arguments.as_json)
     return 0
 
 
-def check_ranks(run: Run, arguments: Arguments, num_ranks: int) -> None:
-    """Raises ConfigError for options about ranks that cannot be, or do not fit the layout."""
-    if num_ranks < 1:
-        raise ConfigError(f"--nproc {num_ranks} must be at least 1")
+def check_options(arguments: Arguments) -> None:
+    """Raises ConfigError for options about ranks that cannot be."""
     again = arguments.max_restarts
     if again is not None and (arguments.num_procs is None or again < 0):
         raise ConfigError(
             f"--max-restarts {again} must be at least 0 and goes with --nproc N; torchrun has an "
             "option of the same name"
-        )
-    check_rows(run, num_ranks, "--nproc {}")
-
-
-def check_rows(run: Run, num_ranks: int, shown: str) -> None:
-    """Raises ConfigError unless the layout fits so many ranks and each has a row. shown: how a
-    number of ranks is written, e.g. `--nproc {}`."""
-    sizes = axis_sizes(run.layout, num_ranks)
-    data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
-    if run.method.kind != "grpo" and data_ranks > rows:
-        shares = "" if data_ranks == num_ranks else f", {data_ranks} of them for data,"
-        best = shown.format(rows * num_ranks // data_ranks)
-        raise ConfigError(
-            f"{num_ranks} ranks{shares} exceed train.global_batch_rows={rows}, so some would have "
-            f"no row; the nearest legal value is {best}"
         )
 
 
@@ -454,10 +442,13 @@ def _tokenizer(run: Run) -> Tokenizer:
 
 
 def _print_result(run: Run, num_steps: int, as_json: bool) -> None:
+    total = last_saved(run.dir)[0]
     if as_json:
-        print(json.dumps({"name": run.name, "dir": run.dir, "steps_done": num_steps}))
+        values = {"name": run.name, "dir": run.dir, "steps_done": num_steps, "step": total}
+        print(json.dumps(values))
     elif num_steps:
-        print(f"{run.name}: {counted(num_steps, 'step')} done; everything is in {run.dir}")
+        now = "" if total == num_steps else f", {num_steps:,} of them now"
+        print(f"{run.name}: {counted(total, 'step')} done{now}; everything is in {run.dir}")
     else:
         print(f"{run.name} was finished before ({run.dir}); nothing to do. --fresh starts over")
     sys.stdout.flush()

@@ -63,7 +63,7 @@ def watched(environ: Mapping[str, str], grace_s: float = GRACE_S) -> Iterator[No
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}".split("\n", 1)[0]
-        cause = watch.cause(text, lost_contact(error))
+        cause = watch.cause(lost_contact(error))
         watch.leave(text)
         if cause is None:
             raise
@@ -90,16 +90,19 @@ class Watch:
         self.verdict: str | None = None
         self._judged, self._left = threading.Event(), threading.Event()
         self._connected, self._ended = threading.Event(), threading.Event()
+        self._answered = threading.Event()
         self._hub: socket.socket | None = None
         self._farewell = ""
         threading.Thread(target=self._run, args=(dict(environ),), daemon=True).start()
 
-    def cause(self, failure: str, lost: str | None) -> str | None:
-        """What the hub knows of other ranks, when this one has failed. lost: see `lost_contact`."""
+    def cause(self, lost: str | None) -> str | None:
+        """What is known of other ranks, when this one has failed. lost: see `lost_contact`."""
         if lost:
             self._connected.wait(CONNECT_S)
-            self._say(lost=failure, how=lost)
+            self._say(lost=lost)
         self._judged.wait(CAUSE_S + (SILENCE_S if lost else 0))
+        if self.verdict is None and lost == "late" and not self._answered.is_set():
+            return silence({0})  # where the hub is
         return self.verdict
 
     def leave(self, failure: str | None = None) -> None:
@@ -134,6 +137,8 @@ class Watch:
             if "verdict" in message and not self._left.is_set():
                 self._judge(message["verdict"])
             bye = bye or "bye" in message
+            if "heard" in message:
+                self._answered.set()
         if not bye and not self._left.is_set():
             self._judge(death(0))
         self._ended.set()
@@ -182,7 +187,7 @@ class Hub:
         self.ranks: dict[socket.socket, int] = {}
         self.rest: dict[socket.socket, bytes] = {}
         self.left: set[int] = set()
-        self.lost: dict[int, tuple[str, str]] = {}
+        self.lost: dict[int, str] = {}
         self.deadline: float | None = None
         self.verdict: str | None = None
 
@@ -236,7 +241,8 @@ class Hub:
             if self.verdict is not None:
                 self._send(connection, verdict=self.verdict)
         elif "lost" in message:
-            self.lost[rank] = (str(message["how"]), str(message["lost"]))
+            self.lost[rank] = str(message["lost"])
+            self._send(connection, heard=True)
             if self.deadline is None:
                 self.deadline = time.monotonic() + SILENCE_S
         elif "left" in message:
@@ -252,14 +258,11 @@ class Hub:
 
     def _silent(self) -> None:
         """Ranks have lost contact, but no connection to here has ended: who was it?"""
-        how, reason = next(iter(self.lost.values()))
         present = set(self.ranks.values()) | self.left
-        absent = set(range(self.world)) - present
-        if absent:
-            self._judge(f"{named(absent)} missing: never seen by rank 0 ({reason})")
-        elif how == "late" and (silent := present - self.left - set(self.lost)):
-            why = f"{reason}; --rank-timeout sets the time limit"
-            self._judge(f"{named(silent)} not answering ({why})")
+        if absent := set(range(self.world)) - present:
+            self._judge(f"{named(absent)} missing: never seen by rank 0")
+        elif "late" in self.lost.values() and (silent := present - self.left - set(self.lost)):
+            self._judge(silence(silent))
 
     def _judge(self, verdict: str) -> None:
         if self.verdict is None:
@@ -285,6 +288,14 @@ def named(ranks: set[int]) -> str:
 
 def death(rank: int) -> str:
     return f"{named({rank})} missing: its process ended without a word, or its machine is gone"
+
+
+def silence(ranks: set[int]) -> str:
+    it, its = ("it", "its") if len(ranks) == 1 else ("they", "their")
+    return (
+        f"{named(ranks)} not answering: {it} came to no collective within {its} time limit, which "
+        "--rank-timeout sets"
+    )
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:

@@ -127,22 +127,23 @@ class MemoryLedger:
         return self.items.parameters + self.items.optimizer
 
 
-def predict_memory(run: Run, world: int = 1) -> MemoryLedger:
+def predict_memory(run: Run, world: int = 1, grouped: bool | None = None) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
-    micro_batch_rows full rows with a loss on every token.
+    micro_batch_rows full rows with a loss on every token. grouped: whether they have a process
+    group, by default unless there is only one.
 
     Sampling's KV cache, the data, the allocator's fragmentation and the libraries' own memory are
     not in it. Raises ConfigError when the ranks cannot be laid out.
     """
     axes = axis_sizes(run.layout, world)
-    ledgers = [predict_rank(run, world, pp_rank) for pp_rank in range(axes.pp)]
+    ledgers = [predict_rank(run, world, pp_rank, grouped) for pp_rank in range(axes.pp)]
     return max(ledgers, key=lambda ledger: ledger.peak_bytes)
 
 
-def predict_rank(run: Run, world: int, pp_rank: int) -> MemoryLedger:
+def predict_rank(run: Run, world: int, pp_rank: int, grouped: bool | None = None) -> MemoryLedger:
     """`predict_memory` of one rank of the pipeline."""
     axes = axis_sizes(run.layout, world)
-    s = Sizes.of(run, axes, pp_rank, grouped=world > 1)
+    s = Sizes.of(run, axes, pp_rank, grouped=world > 1 if grouped is None else grouped)
     moments = [_phases(variant) for variant in _variants(s)]
     phases = {name: _worst([phases[name] for phases in moments]) for name in moments[0]}
     worst = max(phases, key=lambda name: phases[name].total)
@@ -224,14 +225,14 @@ def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
     """Weights in compute dtype.
 
     One process casts each matrix where it is used, and autograd keeps the cast for blocks that keep
-    everything (`casts` of them). FSDP2 gathers the blocks in use and those ahead; the root's stay.
+    everything (`casts` of them), but not those of layers in 8 bits. FSDP2 gathers the blocks in use and those ahead; the root's stay.
     A pipeline's stay all between micro-batches.
     """
     layout = s.run.layout
     if not s.grouped:
         if s.a == s.p:
             return 0
-        return s.a * (casts * s.block.matrices + (s.head if head else 0))
+        return s.a * (casts * s.cast_elements + (s.head if head else 0))
     reshards = layout.zero == 3 and layout.reshard_after_forward != "never" and s.axes.pp == 1
     num_blocks = min(in_use, s.num_blocks) if reshards else s.num_blocks
     copies = s.a * (num_blocks * s.block.whole + s.root.whole)

@@ -18,6 +18,7 @@ from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State
+from stepwell.launch.stopping import SIGNALS, Requests
 from stepwell.metrics import EVENTS_FILE, METRICS_FILE, SHOWN_ITEMS, RunLog, read_events
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.mesh import (
@@ -54,8 +55,11 @@ Result = TypeVar("Result")
 # What a checkpoint's `extra` holds besides the loop's own.
 METRICS, METHOD, MACHINE = "metrics", "method", "machine"
 OWN = (METRICS, METHOD, MACHINE, TOKENIZER)
-# What lets the step end, saves and stops. SIGUSR1 is what a Slurm script can send through srun.
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# What the command that was stopped would do, by whether bad steps are skipped.
+AGAIN = {
+    True: "The same command goes on from the last checkpoint and counts bad steps anew.",
+    False: "The same command would stop there again.",
+}
 
 
 class Session:
@@ -78,7 +82,7 @@ class Session:
         self.run, self.engine, self.log, self.tokenizer = run, engine, log, tokenizer
         self.dir = Path(run.dir)
         self.extra = extra
-        self.signalled: int | None = None
+        self.requests = Requests()
         self._console = console
         self._drawn: tuple[str, int, tuple[Any, ...]] = ("", 0, ())
         self._bad: dict[str, Any] = {}
@@ -173,7 +177,7 @@ class Session:
         """Logs that the guard gave up at `step`; its error with what was found."""
         details = details | self._replayable(step, details)
         self.log.event("stop", step, **details)
-        message = str(stop)
+        message = f"{stop} {AGAIN[self.run.guard.action == 'skip']}"
         if names := details["non_finite_state"]:
             message += f" Not finite themselves: {some_names(names)}."
         if "replay" in details:
@@ -323,7 +327,7 @@ class Session:
     def after_step(self, extra: dict[str, Any]) -> None:
         """Saves when a checkpoint is due. Raises Interrupted after a signal, with all saved."""
         step = self.engine.step
-        flag = torch.tensor(self.signalled or 0)
+        flag = torch.tensor(self.requests.first or 0)
         stop = int(all_reduce_max(flag, self.engine.mesh))
         keep, evaluated = self.run.checkpoint, self._evaluation[0] == step
         # An update may take several steps, so that none of them is a multiple.
@@ -374,7 +378,7 @@ def open_session(
     held: bool = False,
 ) -> Iterator[Session]:
     """Starts the run, or goes on from its last checkpoint. The first of `SIGNALS` lets the
-    step end and saves; a second SIGINT or SIGTERM stops at once.
+    step end and saves; a second SIGINT or SIGTERM, a second or more later, stops at once.
 
     weights: (global name, full tensor) to start from, by default those of `model.init` or drawn
     from the seed; a run that goes on does not read them.
@@ -407,11 +411,9 @@ def open_session(
             log.event("resume", engine.step, checkpoint=str(start), **told)
 
         def on_signal(number: int, _frame: Any) -> None:
-            # A Slurm script's SIGUSR1 may come beside Slurm's own SIGTERM: that is one request.
-            if signal.SIGUSR1 not in (number, session.signalled) and session.signalled is not None:
+            session.requests.take(number)
+            if session.requests.at_once:
                 raise KeyboardInterrupt
-            if session.signalled is None or number != signal.SIGUSR1:
-                session.signalled = number
 
         before = {n: signal.signal(n, on_signal) for n in SIGNALS}
         failed = False
