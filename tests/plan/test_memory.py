@@ -197,6 +197,59 @@ def test_recomputation_is_predicted_within_10_percent(mode, compute):
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
+EIGHT_BITS = {
+    "tensorwise": {"precision.fp8.recipe": "tensorwise"},
+    "one micro-batch": {"precision.fp8.recipe": "delayed", "train.global_batch_rows": 2},
+    "rowwise": {"precision.fp8.recipe": "rowwise"},
+    "high precision": {
+        "precision.fp8.recipe": "delayed",
+        "precision.fp8.wgrad_high_precision": True,
+    },
+    "without w_down": {"precision.fp8.recipe": "delayed", "precision.fp8.keep": ["*.w_down"]},
+    "without mlp": {"precision.fp8.recipe": "tensorwise", "precision.fp8.keep": ["*.mlp.*"]},
+    "without half of the blocks": {
+        "precision.fp8.recipe": "tensorwise",
+        "precision.fp8.keep": ["blocks.0.*", "blocks.2.*", "blocks.4.*"],
+    },
+    "full": {"precision.fp8.recipe": "tensorwise", "remat.mode": "full"},
+    "selective": {"precision.fp8.recipe": "rowwise", "remat.mode": "selective"},
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_8_bits_are_predicted_within_10_percent(name):
+    plain = run_of(rows=2, seq_len=256, micro_batches=2, num_layers=6, vocab_size=1024)
+    run = Run.parse(plain.model_dump(exclude_none=True), EIGHT_BITS[name])
+    ledger = predict_memory(run)
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
+
+
+def test_a_layer_in_8_bits_saves_what_is_predicted():
+    """The tensors that autograd holds for a block, by the ledger and by the engine."""
+    for recipe in ("tensorwise", "rowwise"):
+        per_layer = []
+        for num_layers in (1, 2):
+            run = run_of(num_layers=num_layers, vocab_size=256)
+            run = Run.parse(run.model_dump(), {"precision.fp8.recipe": recipe})
+            per_layer.append(bytes_saved(Engine(run), run))
+        found = predict_memory(run).activations_per_layer_bytes
+        assert per_layer[1] - per_layer[0] == pytest.approx(found, rel=0.001), recipe
+
+
+def bytes_saved(engine, run):
+    held = {}
+
+    def keep(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.forward_backward(full_batch(run), cross_entropy(run.loss))
+    own = {p.untyped_storage().data_ptr() for piece in engine.pieces for p in piece.parameters()}
+    return live_tensor_bytes([tensor for at, tensor in held.items() if at not in own])
+
+
 def test_released_gradients_are_predicted_within_10_percent():
     plain = CASES["few tokens"].model_dump(exclude_none=True)
     run = Run.parse(

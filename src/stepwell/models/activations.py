@@ -7,7 +7,7 @@ in. tp: ranks that divide heads and F, and between the products the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 from stepwell.config import ModelConfig
@@ -36,10 +36,18 @@ class BlockBytes(NamedTuple):
 
 
 def block_bytes(
-    cfg: ModelConfig, num_tokens: int, a: int = 2, w: int = 4, compiled: bool = False, tp: int = 1
+    cfg: ModelConfig,
+    num_tokens: int,
+    a: int = 2,
+    w: int = 4,
+    compiled: bool = False,
+    tp: int = 1,
+    eight: Collection[str] = (),
 ) -> BlockBytes:
+    """eight: the projections (`wq`) that save their input in 8 bits."""
+    saved = saved_per_layer(cfg, num_tokens, a, w, compiled, tp)
     return BlockBytes(
-        all=saved_per_layer(cfg, num_tokens, a, w, compiled, tp),
+        all=saved + _more_in_8_bits(cfg, num_tokens, a, tp, eight),
         products=_kept_products(cfg, num_tokens, a, w, tp),
         input=a * num_tokens * cfg.d_model // tp,
         unneeded=_written(cfg, num_tokens, a, tp),
@@ -67,6 +75,22 @@ def saved_per_layer(
     norms = 2 * _saved_by_norm(N * D, N, a, w) // tp + 2 * a * N * D
     qk_norms = _saved_by_norm(query + keyvalue, N * (heads + kv_heads), a, w) if cfg.qk_norm else 0
     return norms + attention + qk_norms + (3 if compiled else 4) * a * N * F
+
+
+def _more_in_8_bits(
+    cfg: ModelConfig, num_tokens: int, a: int, tp: int, eight: Collection[str]
+) -> int:
+    """What `eight` changes: each has a copy of its own, of a byte an element. The input itself goes
+    where all that share it have one; the output of attention stays, for attention needs it."""
+    N, D, F = num_tokens, cfg.d_model, cfg.d_ff // tp
+    query = local_heads(cfg, tp)[0] * cfg.head_dim
+    shared = [(("wq", "wk", "wv"), D, a), (("wo",), query, 0)]
+    shared += [(("w_gate", "w_up"), D, a), (("w_down",), F, a)]
+    more = 0
+    for names, width, size in shared:
+        copies = sum(name in eight for name in names)
+        more += N * width * (copies - (size if copies == len(names) else 0))
+    return more
 
 
 def _kept_products(cfg: ModelConfig, num_tokens: int, a: int, w: int, tp: int) -> int:

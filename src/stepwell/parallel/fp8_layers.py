@@ -6,6 +6,7 @@ The embedding and the head are outside the blocks, norms are no matrices: neithe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,19 @@ def fp8_linears(run: Run, tp: int = 1) -> list[str]:
         if not any(fnmatchcase(name, pattern) for pattern in (*ALWAYS_KEPT, *fp8.keep))
         and min(local_shape(run.model, name, shape, tp)) >= fp8.min_dim
     ]
+
+
+def usual_kinds(run: Run, tp: int = 1) -> frozenset[str]:
+    """The projections (`wq`) that compute in 8 bits in most blocks."""
+    kinds = Counter(name.rsplit(".", 1)[-1] for name in fp8_linears(run, tp))
+    return frozenset(kind for kind, n in kinds.items() if 2 * n > run.model.num_layers)
+
+
+def saved_in_8_bits(run: Run, tp: int = 1) -> frozenset[str]:
+    """Those of them that also save their input in 8 bits."""
+    fp8 = run.precision.fp8
+    saves = fp8.recipe in ("tensorwise", "delayed") and not fp8.wgrad_high_precision
+    return usual_kinds(run, tp) if saves else frozenset()
 
 
 def local_shape(

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from stepwell.config import Run
 from stepwell.hardware import GIB, available_memory_bytes
-from stepwell.models.activations import block_bytes, seen_outside
+from stepwell.models.activations import seen_outside
 from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.flops import parameter_shapes
-from stepwell.parallel.remat import dtype_bytes, segments_of
+from stepwell.parallel.remat import bytes_of_block, segments_of
 from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
 from stepwell.types import ConfigError
 
@@ -185,9 +185,7 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
         if getattr(run.offload, key):
             found[key] = 4 * share
     if run.offload.activations:
-        a, w = dtype_bytes(run.precision)
-        tokens = run.train.micro_batch_rows * run.data.seq_len // sizes.cp
-        block = block_bytes(run.model, tokens, a, w, run.layout.compile, sizes.tp)
+        block = bytes_of_block(run, sizes)
         blocks = -(-run.model.num_layers // sizes.pp)
         found["activations"] = seen_outside(segments_of(run, sizes, 0, blocks), block)
     return found

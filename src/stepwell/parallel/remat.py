@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from stepwell.config import PrecisionConfig, Run
 from stepwell.models.activations import BlockBytes, Keep, Segment, block_bytes, peak, root_bytes
 from stepwell.models.flops import flops_per_token
+from stepwell.parallel.fp8_layers import saved_in_8_bits
 from stepwell.parallel.remedies import Complaint, only, values_of
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
 from stepwell.types import ConfigError
@@ -73,10 +74,17 @@ def smallest_budget(run: Run, sizes: AxisSizes, start: int, stop: int) -> int:
     return min(peak(choice, block, root) for choice in choices(start, stop))
 
 
+def bytes_of_block(run: Run, sizes: AxisSizes) -> BlockBytes:
+    """What a block of the run keeps on a rank, for one micro-batch."""
+    a, w = dtype_bytes(run.precision)
+    eight = saved_in_8_bits(run, sizes.tp)
+    N, compiled = _tokens(run, sizes), run.layout.compile
+    return block_bytes(run.model, N, a, w, compiled, sizes.tp, eight)
+
+
 def _block_and_root(run: Run, sizes: AxisSizes, stop: int) -> tuple[BlockBytes, int]:
     a, w = dtype_bytes(run.precision)
-    N = _tokens(run, sizes)
-    block = block_bytes(run.model, N, a, w, run.layout.compile, sizes.tp)
+    N, block = _tokens(run, sizes), bytes_of_block(run, sizes)
     last = stop == run.model.num_layers
     return block, root_bytes(run.model, N, a, w, sizes.tp) if last else 0
 

@@ -225,8 +225,8 @@ def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
     """Weights in compute dtype.
 
     One process casts each matrix where it is used, and autograd keeps the cast for blocks that keep
-    everything (`casts` of them), but not those of layers in 8 bits. FSDP2 gathers the blocks in use and those ahead; the root's stay.
-    A pipeline's stay all between micro-batches.
+    everything (`casts` of them), but not those of layers in 8 bits. FSDP2 gathers the blocks in use
+    and those ahead; the root's stay. A pipeline's stay all between micro-batches.
     """
     layout = s.run.layout
     if not s.grouped:

@@ -7,18 +7,25 @@ are computed in, `p` of the masters, `r` of gradients as they are summed over ra
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.activations import (
     BlockBytes,
     Segment,
-    block_bytes,
     held,
     local_heads,
     root_bytes,
 )
-from stepwell.parallel.remat import DTYPE_BYTES, dtype_bytes, segments_of
+from stepwell.parallel.fp8_layers import (
+    block_linears,
+    fp8_linears,
+    local_shape,
+    usual_kinds,
+)
+from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
 from stepwell.plan.shards import Held, held_by_block, held_by_root, parts_of_rank
@@ -52,6 +59,7 @@ class Sizes:
     saved_by_root: int
     waiting: int
     block_workspace: int
+    cast_elements: int
     loss_forward: int
     loss_backward: int
     kept_logits: int
@@ -67,7 +75,7 @@ class Sizes:
         p, r = DTYPE_BYTES[run.precision.param], DTYPE_BYTES[run.precision.reduce]
         N = run.train.micro_batch_rows * run.data.seq_len // axes.cp
         parts = parts_of_rank(run, pp_rank)
-        saved = block_bytes(cfg, N, a, w, run.layout.compile, tp)
+        saved = bytes_of_block(run, axes)
         kept = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
         segments = max(kept, key=lambda chosen: held(chosen, saved))
         last = any(part.last for part in parts)
@@ -100,7 +108,8 @@ class Sizes:
             saved=saved,
             saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
             waiting=waiting,
-            block_workspace=_block_workspace(cfg, N, a, w, run.layout.compile, tp),
+            block_workspace=_block_workspace(run, N, a, w, tp),
+            cast_elements=_cast_elements(run, axes),
             loss_forward=forward,
             loss_backward=backward,
             kept_logits=logits,
@@ -150,17 +159,41 @@ def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, in
     return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
 
 
-def _block_workspace(cfg: ModelConfig, N: int, a: int, w: int, compiled: bool, tp: int) -> int:
+def _cast_elements(run: Run, axes: AxisSizes) -> int:
+    """Of the matrices of a block (the mean, where blocks differ) that autograd keeps in compute
+    dtype without a process group: those in 8 bits save the weight as it was given."""
+    shapes = block_linears(run.model)
+    eight = sum(prod(shapes[name]) for name in fp8_linears(run, axes.tp))
+    return held_by_block(run, axes).matrices - eight // run.model.num_layers // axes.tp
+
+
+def _quantising(run: Run, N: int, w: int, tp: int, kinds: Collection[str]) -> int:
+    """The most that quantisation of an operand holds: the operand widened, scaled and clamped (in
+    compiled code in one go, and its values in 8 bits and, without a scaled kernel, back again)."""
+    rowwise, largest = run.precision.fp8.recipe == "rowwise", 0
+    for name, shape in block_linears(run.model).items():
+        if name.startswith("blocks.0.") and name.rsplit(".", 1)[-1] in kinds:
+            rows, columns = local_shape(run.model, name, shape, tp)
+            width = max(rows, columns) if rowwise else rows
+            largest = max(largest, N * width, rows * columns)
+    return largest * (w if run.layout.compile else 3 * w)
+
+
+def _block_workspace(run: Run, N: int, a: int, w: int, tp: int) -> int:
     """The most that a block's backward pass holds besides what was saved: the gradient of the
     residual stream, and either SwiGLU's gradients (three, but the product is gone by then),
     attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones, which
     compiled code does not hold. Tensor ranks gather a gradient, and hold that of what they had
-    gathered."""
+    gathered. Layers in 8 bits quantise their gradient meanwhile."""
+    cfg, kinds = run.model, usual_kinds(run, tp)
+    mlp = _quantising(run, N, w, tp, kinds & {"w_gate", "w_up", "w_down"})
+    projections = _quantising(run, N, w, tp, kinds & {"wq", "wk", "wv", "wo"})
     heads, kv_heads = local_heads(cfg, tp)
     query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
     gathered = 2 * a * N * cfg.d_model if tp > 1 else 0
     residual = a * N * cfg.d_model // tp
-    swiglu = 2 * a * N * cfg.d_ff // tp + gathered
+    swiglu = 2 * a * N * cfg.d_ff // tp + gathered + mlp
     attention = a * (query + 2 * (query + 2 * keyvalue)) + gathered
-    norm = 0 if compiled else (4 if a < w else 3) * w * N * cfg.d_model // tp
-    return residual + max(swiglu, attention, norm)
+    projected = a * (query + 2 * keyvalue) + gathered + projections
+    norm = 0 if run.layout.compile else (4 if a < w else 3) * w * N * cfg.d_model // tp
+    return residual + max(swiglu, attention, projected, norm)
