@@ -151,6 +151,13 @@ def test_loops_log_it_every_so_many_steps_and_report_what_is_too_far(world, meth
     quiet = run("quiet", **shadow)
     lines = [line for line in read_lines(quiet / "metrics.jsonl") if DIFFERENCE in line]
     assert [line["step"] for line in lines] == [2, 4]
+    # In the step's own line, whose time is without the check's.
+    steps = [
+        line["step"] for line in read_lines(quiet / "metrics.jsonl") if "eval/loss" not in line
+    ]
+    assert steps == [2, 4, 5]
+    assert all(line["train/loss"] > 0 for line in lines)
+    assert all(line["time/step_s"] > 0 for line in lines)
     assert all(0.01 < line[DIFFERENCE] < 0.2 for line in lines)
     assert all(line["time/shadow_s"] > 0 for line in lines)
     assert not [e for e in read_events(quiet) if e["event"] == "fp8_drift"]

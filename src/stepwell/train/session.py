@@ -129,13 +129,15 @@ class Session:
         """
         engine = self.engine
         stats = engine.forward_backward(batch, loss, temperature)
-        self.check_precision(batch, loss, temperature)
+        differences = self.check_precision(batch, loss, temperature)
         try:
             info = engine.optim_step()
         except GuardStop as stop:
+            if differences:  # the step has no line of its own
+                self.log.log(engine.step + 1, differences)
             details = self._describe(stop.verdict, batch, loss, temperature)
             raise self._stopped(stop, details, engine.step + 1) from None
-        self.record(batch, stats, info, more)
+        self.record(batch, stats, info, {**(more or {}), **differences}, always=bool(differences))
         if info.skipped:
             self._bad = self._describe(info.verdict, batch, loss, temperature)
             if info.verdict.action == "skip":
@@ -244,9 +246,14 @@ class Session:
         )
 
     def record(
-        self, batch: Batch, stats: Stats, info: StepInfo, more: dict[str, float] | None = None
+        self,
+        batch: Batch,
+        stats: Stats,
+        info: StepInfo,
+        more: dict[str, float] | None = None,
+        always: bool = False,
     ) -> None:
-        """Logs one step. batch: this rank's rows of it.
+        """Logs one step. batch: this rank's rows of it. always: also between train.log_every.
 
         Tokens per second count all tokens that are not padding; MFU is `step_flops` over the time
         and the peak of all ranks (PaLM, 2204.02311, appendix B), HFU adds what was computed twice
@@ -261,7 +268,7 @@ class Session:
         local = torch.tensor(counts, dtype=torch.float64) * mesh.counts_rows
         flops, twice = all_reduce_sum(local, mesh).tolist()
         twice += stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
-        if info.step % self.run.train.log_every and not self.finished:
+        if info.step % self.run.train.log_every and not self.finished and not always:
             return
         scale = self.engine.loss_scale
         self.log.log(
@@ -286,18 +293,19 @@ class Session:
             },
         )
 
-    def check_precision(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> None:
-        """Every precision.fp8.shadow_every steps, between forward_backward and optim_step: logs how
-        far the gradients are from those without fp8, and reports it when that is too far. Its time
-        is left out of the step's."""
+    def check_precision(
+        self, batch: Batch, loss: Loss, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Every precision.fp8.shadow_every steps, between forward_backward and optim_step: how far
+        the gradients are from those without fp8, for the step's line; reported when that is too
+        far. Its time is left out of the step's. Empty in other steps."""
         fp8, step = self.run.precision.fp8, self.engine.step + 1
         if not fp8.shadow_every or step % fp8.shadow_every:
-            return
+            return {}
         start = time.perf_counter()
         numbers = self.engine.shadow(batch, loss, temperature)
         seconds = time.perf_counter() - start
         self._mark += seconds
-        self.log.log(step, {**numbers, "time/shadow_s": seconds})
         difference = numbers[shadow.DIFFERENCE]
         if not difference <= fp8.shadow_tolerance:
             self.log.event(
@@ -307,6 +315,7 @@ class Session:
                 tolerance=fp8.shadow_tolerance,
                 layers=shadow.worst(numbers),
             )
+        return {**numbers, "time/shadow_s": seconds}
 
     @property
     def evaluation_due(self) -> bool:
