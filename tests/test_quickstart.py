@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepwell.metrics import read_metrics
+from stepwell.metrics import read_events, read_metrics
 from stepwell.posttrain.chain_sum import Problem
 from stepwell.quickstart.main import claim, main
 from stepwell.quickstart.state import SMALL
@@ -79,6 +79,13 @@ def test_every_stage_ran_to_its_end_and_no_step_twice(finished):
 
 
 @pytest.mark.timeout(600)
+def test_the_guard_has_nothing_to_say(finished):
+    """Healthy runs, from their first steps on."""
+    for stage in ("pretrain", "sft", "grpo"):
+        kinds = {event["event"] for event in read_events(finished / stage)}
+        assert not kinds & {"skip", "stop", "rewind"}, stage
+
+
 def test_no_heldout_problem_is_trained_on(finished):
     keys = {}
     for name in ("train", "prompts", "heldout"):

@@ -88,14 +88,17 @@ class Probe:
 
 @torch.no_grad()
 def measure(value: Tensor) -> Tally:
-    value = value.to_local() if isinstance(value, DTensor) else value
-    value = value.detach()
+    value = _local(value).detach()
     finite = value.isfinite()
     good = torch.where(finite, value, 0).double()
     if good.numel() == 0:
         return Tally()
     num_bad = value.numel() - int(finite.sum())
     return Tally(good.square().sum().item(), good.abs().max().item(), value.numel(), num_bad)
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @contextmanager
@@ -204,8 +207,11 @@ def non_finite_state(engine: Engine) -> list[str]:
     """Names of the parameters, then of the optimiser's moments, that hold a NaN or an infinity, on
     whatever rank. Every rank must call it."""
     weights = [(global_name(name), value) for name, value in engine.named_parameters()]
-    found = [name for name, value in (*weights, *engine.optimizer.state_dict().items())
-             if value.is_floating_point() and measure(value).num_bad]  # fmt: skip
+    found = [
+        name
+        for name, value in (*weights, *engine.optimizer.state_dict().items())
+        if not _local(value).isfinite().all()
+    ]
     every = all_gather_objects(found, engine.mesh)
     names = dict.fromkeys(name for part in every for name in part)
     parameters = set(full_shapes(engine.run.model))
