@@ -19,6 +19,8 @@ INT, TERM, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1
         ([(0, INT), (0.5, INT), (1.1, TERM)], INT, True),
         # Slurm's two, however far apart.
         ([(0, USR1), (9, TERM)], TERM, False),
+        ([(0, USR1), (0.1, TERM)], TERM, False),
+        ([(0, USR1), (9, USR1)], USR1, False),
         ([(0, TERM), (9, USR1)], TERM, False),
         ([(0, USR1), (9, TERM), (9.5, TERM)], TERM, False),
         ([(0, USR1), (9, TERM), (11, TERM)], TERM, True),

@@ -25,14 +25,11 @@ class Requests:
         self._clock, self._time = clock, 0.0
 
     def take(self, number: int) -> None:
-        if self.first is None:
-            self.first, self._time = number, self._clock()
-        elif self._clock() - self._time < SAME_REQUEST_S:
-            return
-        elif signal.SIGUSR1 not in (number, self.first):
+        now = self._clock()
+        if self.first is None or (self.first == signal.SIGUSR1 != number):
+            self.first, self._time = number, now
+        elif now - self._time >= SAME_REQUEST_S and number != signal.SIGUSR1:
             self.at_once = True
-        elif number != signal.SIGUSR1:
-            self.first, self._time = number, self._clock()
 
 
 def last_saved(folder: str | Path) -> tuple[int, Path | None]:
