@@ -277,7 +277,7 @@ def test_a_command_runs_and_reports_json(tmp_path, small_run):
     done = stepwell("pretrain", str(small_run), "--json", "--nproc", "2")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert result == {"name": "small", "dir": str(tmp_path / "run"), "steps_done": 2}
+    assert result == {"name": "small", "dir": str(tmp_path / "run"), "steps_done": 2, "step": 2}
     done = stepwell("pretrain", str(small_run))
     assert done.returncode == 0, done.stderr
     assert "was finished before" in done.stdout

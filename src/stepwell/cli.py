@@ -6,6 +6,7 @@ import errno
 import importlib
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,12 +101,19 @@ COMMANDS = {command.name: command for group in GROUPS.values() for command in gr
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code.
+    """Runs one command and returns the exit code. Without argv this is the whole process: after a
+    Ctrl-C that has been answered, another one of the same request cannot change how it ends.
 
     A StepwellError becomes its message and its exit code, and so does a path that the system
     refuses; any other exception is a fault of ours and keeps its traceback.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    code = _run(list(sys.argv[1:] if argv is None else argv))
+    if argv is None and code == 130:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+def _run(arguments: list[str]) -> int:
     # OpenMP threads wait for each other by spinning for milliseconds; beside any other load that
     # costs several times the work itself. Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

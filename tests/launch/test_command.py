@@ -141,3 +141,18 @@ def test_a_refusal_by_all_ranks_is_said_once(world, tmp_path):
     assert process.returncode in (2, 3), err
     assert err.count("nowhere") == 1
     assert "exit code" not in err
+
+
+@pytest.mark.parametrize("more", [[], ["--nproc", "2"]])
+def test_ctrl_c_that_comes_twice_saves_once(world, tmp_path, more):
+    steps = {**STEPS, "train.steps": 100_000, "checkpoint.every_steps": 5}
+    command = words("pretrain", settings("pretrain", str(tmp_path / "run"), **steps))
+    process = start(world, tmp_path / "a", "stepwell", *command, *more)
+    wait_for_checkpoint(process, tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "of 100000 and saved; the same command goes on from there" in err
+    assert ranks_in(tmp_path / "a") == {}
