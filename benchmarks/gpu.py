@@ -48,6 +48,11 @@ MODELS = {
     ),
     "tiny": ModelConfig(num_layers=2, max_seq_len=8192),
 }
+# A CPU only tries the script.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "cuda": {"rows": 8, "seq_len": 2048, "steps": 10, "budget_s": 450.0},
+    "cpu": {"rows": 2, "seq_len": 128, "steps": 2, "budget_s": 60.0},
+}
 FP8 = {"precision.fp8.recipe": "tensorwise"}
 COMPILED = {"layout.compile": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -72,6 +77,12 @@ def main() -> int:
     deadline = time.monotonic() + args.budget_s
     result: dict[str, Any] = {"machine": machine(args.device), "settings": vars(args)}
     result["variants"] = {}
+    print(
+        f"{len(VARIANTS)} variants of {args.model} on {result['machine']['device']}, each "
+        f"{3 + args.steps} steps of {args.rows} x {args.seq_len} tokens and one under the "
+        f"profiler; about {args.budget_s:g} s in all, then the rest is left out",
+        flush=True,
+    )
     for name, overrides in VARIANTS.items():
         if args.only and args.only not in name:
             continue
@@ -87,23 +98,28 @@ def main() -> int:
     return 0
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rows", type=int, default=8, help="of a micro-batch, one a step")
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=10, help="timed, after 3 others")
-    parser.add_argument("--budget-s", type=float, default=450)
+    parser.add_argument("--rows", type=int, help="of a micro-batch, one a step (8; 2 on a CPU)")
+    parser.add_argument("--seq-len", type=int, help="(2048; 128 on a CPU)")
+    parser.add_argument("--steps", type=int, help="timed, after 3 others (10; 2 on a CPU)")
+    parser.add_argument("--budget-s", type=float, help="(450; 60 on a CPU)")
     parser.add_argument("--only", default="", help="variants with this in their name")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    for name, value in DEFAULTS[args.device].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 def one_variant(args: argparse.Namespace, overrides: dict[str, Any], deadline: float) -> dict:
-    # The first compiled step alone takes most of a minute.
-    if time.monotonic() > deadline - 40:
-        return {"skipped": f"less than 40 of {args.budget_s:g} s are left"}
+    # On a card the first compiled step alone takes most of a minute.
+    reserve = 40 if args.device == "cuda" else 10
+    if time.monotonic() > deadline - reserve:
+        return {"skipped": f"less than {reserve} of {args.budget_s:g} s are left"}
     try:
         return measured(args, overrides, deadline)
     except Exception as error:  # noqa: BLE001 - it becomes part of the result, the others go on

@@ -1,10 +1,14 @@
 """What does not go together is refused before anything is built, with the value and the way out."""
 
+from math import prod
+
 import pytest
 
 from stepwell.config import Run
-from stepwell.parallel.lever_rules import check_host
+from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.lever_rules import check_host, share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, check_run
+from stepwell.plan.memory import predict_memory
 from stepwell.types import ConfigError
 
 ALONE = {"optim.release_gradients": True, "optim.clip_norm": 0.0, "guard.action": "none"}
@@ -55,6 +59,20 @@ def test_a_combination_is_refused(overrides, message):
 )
 def test_what_goes_together_is_not(overrides):
     check_run(Run.parse({}, overrides), 4)
+
+
+def test_the_share_of_moments_in_8_bits():
+    """Matrices of d_model 256 have rows of whole blocks; w_down's 704 are not, on any rank."""
+    model = {"model.num_layers": 2, "model.d_model": 256, "model.d_ff": 704}
+    run = Run.parse({}, {**model, "optim.kind": "adamw8bit"})
+    shapes = parameter_shapes(run.model)
+    total = sum(prod(shape) for shape in shapes.values())
+    left = 2 * 704 * 256 + sum(shape[0] for shape in shapes.values() if len(shape) == 1)
+    assert share_in_8_bits(run) == pytest.approx((total - left) / total)
+    # wo's 256 columns are 128 on each of two ranks.
+    assert share_in_8_bits(run, tp=2) == pytest.approx((total - left - 2 * 256 * 256) / total)
+    assert predict_memory(run).moments_in_8_bits == share_in_8_bits(run)
+    assert predict_memory(Run.parse({}, model)).moments_in_8_bits == 0
 
 
 def test_runs_without_offload_need_no_room_on_the_host():

@@ -26,8 +26,9 @@ from stepwell.train.shadow import DIFFERENCE
 
 CLAIM = (
     "With gradients as small as those of a batch of a million tokens, 8 bits without scales stop "
-    "learning where bf16 goes on, and the shadow check says so at once; tensorwise, "
-    "delayed and row-wise scales follow bf16. One batch with an infinite weight turns a run to NaN "
+    "learning where bf16 goes on, and the shadow check says so at once; with tensorwise, "
+    "delayed and row-wise scales the loss ends within 0.25 nats of bf16's, above or below. One "
+    "batch with an infinite weight turns a run to NaN "
     "for good; with the guard it is one skipped step."
 )
 V, B, T = 8, 8, 32
@@ -45,7 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision.fp8.wgrad_high_precision": True,
     },
 }
-IN_SMALL = (BF16, UNSCALED, "delayed", "rowwise")
+# What the claim names; the whole size has a variant of rowwise besides.
+IN_SMALL = (BF16, UNSCALED, "tensorwise", "delayed", "rowwise")
 # Nats: the table has ln 8 at most, and about 1.5 when the token before is not seen.
 NAIVE_GAP, RECIPE_GAP = 0.5, 0.25
 TOLERANCE = Fp8Config().shadow_tolerance
@@ -68,6 +70,9 @@ def measure(small: bool = False) -> dict[str, Any]:
 
 def check(numbers: dict[str, Any]) -> list[str]:
     wrong, runs = [], numbers["runs"]
+    wrong += [f"{name} was not measured" for name in IN_SMALL if name not in runs]
+    if wrong:
+        return wrong
     wanted = runs[BF16]["final"]
     for name, row in runs.items():
         gap = row["final"] - wanted
@@ -77,8 +82,8 @@ def check(numbers: dict[str, Any]) -> list[str]:
             if not row["shadow"] > TOLERANCE:
                 wrong.append(f"the shadow of {name} differs only by {row['shadow']:.3f}")
         elif name != BF16:
-            if not gap < RECIPE_GAP:
-                wrong.append(f"{name} ends {gap:.3f} nats above {BF16}")
+            if not abs(gap) < RECIPE_GAP:
+                wrong.append(f"{name} ends {gap:+.3f} nats from {BF16}")
             if not row["shadow"] < TOLERANCE:
                 wrong.append(f"the shadow of {name} differs by {row['shadow']:.3f}")
     without, guarded = numbers["bad_batch"]["none"], numbers["bad_batch"]["skip"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from stepwell.config import ModelConfig, Run
 from stepwell.models.activations import Segment, at_block, held, seen_outside
-from stepwell.parallel.lever_rules import host_bytes
+from stepwell.parallel.lever_rules import host_bytes, share_in_8_bits
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.shards import num_shards
 from stepwell.plan.sizes import Sizes
@@ -106,8 +106,9 @@ class MemoryLedger:
     """items: at the step's worst moment, which is in `phase`, on the pipeline rank that needs the
     most. activations_per_layer_bytes: what one block saves for its backward pass (the mean, where
     blocks differ). by_phase: the total at the worst moment of each phase. gradient_bytes: of all
-    gradients when a step begins. host: bytes of a rank on its host, by what is offloaded. Bytes on
-    one device; the engine's state between steps is parameters and optimizer."""
+    gradients when a step begins. host: bytes of a rank on its host, by what is offloaded.
+    moments_in_8_bits: the share of all moments that optim.kind "adamw8bit" quantises. Bytes on one
+    device; the engine's state between steps is parameters and optimizer."""
 
     phase: str
     items: MemoryItems
@@ -116,6 +117,7 @@ class MemoryLedger:
     gradient_bytes: int = 0
     pp_rank: int = 0
     host: dict[str, int] = field(default_factory=dict)
+    moments_in_8_bits: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -155,6 +157,7 @@ def predict_rank(run: Run, world: int, pp_rank: int, grouped: bool | None = None
         gradient_bytes=phases["optimizer"].gradients,
         pp_rank=pp_rank,
         host=host_bytes(run, axes),
+        moments_in_8_bits=share_in_8_bits(run, axes.tp) if run.optim.kind == "adamw8bit" else 0.0,
     )
 
 

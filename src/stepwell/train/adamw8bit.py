@@ -8,7 +8,9 @@ and a checkpoint holds `codes` like the parameter and `scale` with a 256th of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float):
         try:
-            from torchao.optim import AdamW8bit as Inner
+            with _without_enum_warning():
+                from torchao.optim import AdamW8bit as Inner
         except ImportError as error:
             raise ConfigError(
                 f"optim.kind='adamw8bit' needs torchao ({error}): pip install 'stepwell[lowbit]', "
@@ -90,6 +93,21 @@ class AdamW8bit(torch.optim.Optimizer):
             for slot, signed in _MOMENTS.items():
                 state[slot] = _zeros(parameter, signed)
         return state
+
+
+@contextmanager
+def _without_enum_warning() -> Iterator[None]:
+    """torchao registers an enum in a way that torch 2.13 logs as deprecated."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "register_constant() on Enum" not in record.getMessage()
+
+    logger = logging.getLogger("torch.utils._pytree")
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
 
 
 def is_quantised(parameter: Tensor) -> bool:
