@@ -272,7 +272,8 @@ def _failure(rank: int, code: int, ranks: LocalRanks, folder: Any) -> RankFailed
     if code == RankMissing.exit_code and ranks.killed:
         others = f"killed, because they did not answer: {numbered(ranks.killed)}"
     how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
-    lines = [f"rank {rank} failed ({how}); {others}"]
+    ended = "ended" if code == RankMissing.exit_code else "failed"
+    lines = [f"rank {rank} {ended} ({how}); {others}"]
     written = ranks.logs.written(rank)
     lines += [f"  rank {rank}: {line}" for line in written[-SHOWN_LINES:]]
     if len(written) > SHOWN_LINES and folder is not None and os.access(folder, os.W_OK):
