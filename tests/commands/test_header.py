@@ -12,6 +12,7 @@ from stepwell.commands.header import header_text, parts_text, plan_of, size_text
 from stepwell.commands.ranks import Ranks
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
+from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.plan.memory import predict_memory
 
 # As in the text: a size, with its unit.
@@ -89,6 +90,14 @@ def test_what_the_layout_is_and_what_it_keeps_where():
     assert f"offload.optimizer {size_text(host['optimizer'])}" in text
     assert f"offload.activations {size_text(host['activations'])}" in text
     assert "recomputation" not in header_text(four())
+
+
+def test_the_share_of_moments_in_8_bits_is_told():
+    eight = Run.parse({}, {"optim.kind": "adamw8bit"})
+    share = share_in_8_bits(eight)
+    assert 0.5 < share < 1
+    assert f"moments in 8 bits {share:.0%}" in header_text(eight)
+    assert "moments" not in header_text(Run())
 
 
 def test_a_grpo_run_counts_answers():

@@ -8,6 +8,7 @@ from typing import Any
 from stepwell.commands.ranks import Ranks, layout_text
 from stepwell.config import GRPO, Run
 from stepwell.models.flops import count_parameters
+from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
 from stepwell.plan.memory import MemoryLedger, predict_memory
@@ -110,9 +111,15 @@ def levers_of(run: Run) -> dict[str, str]:
         "fp8": fp8.recipe,
         "offload of": " and ".join(offloaded(run)) or "none",
         "gradients": "released as they come" if run.optim.release_gradients else "none",
+        "moments in 8 bits": moments_text(run),
         "blocks": "compiled" if run.layout.compile else "none",
     }
     return {name: value for name, value in found.items() if value != "none"}
+
+
+def moments_text(run: Run) -> str:
+    eight = run.optim.kind == "adamw8bit"
+    return f"{share_in_8_bits(run, run.layout.tp):.0%}" if eight else "none"
 
 
 def offloaded(run: Run) -> list[str]:

@@ -71,7 +71,7 @@ def check(run: Run, ranks: Ranks, shown: str = "--nproc {}") -> AxisSizes:
 
 def check_rows(run: Run, num_ranks: int, shown: str) -> None:
     """Raises ConfigError unless the layout fits so many ranks and each has a row."""
-    sizes = axis_sizes(run.layout, num_ranks)
+    sizes = check_run(run, num_ranks, rules=())
     data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
     if run.method.kind != "grpo" and data_ranks > rows:
         shares = "" if data_ranks == num_ranks else f", {data_ranks} of them for data,"
