@@ -14,7 +14,6 @@ import multiprocessing.connection
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -91,13 +90,6 @@ def run_ranks(
         # Written by the ranks just now, so it may hold any object.
         files = [Path(folder) / f"{rank}.pt" for rank in range(num_ranks)]
         return [torch.load(file, weights_only=False) for file in files]
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(ranks: list[BaseProcess], timeout_s: float) -> None:

@@ -15,11 +15,17 @@ import torch.distributed as dist
 
 from stepwell.launch.peers import watched
 from stepwell.metrics import read_events
-from stepwell.ranks import free_port
 from stepwell.types import ConfigError, RankMissing
 from tests import runs
 from tests.parallel.ranks import FORKSERVER
 from tests.runs import assert_equal, final_weights, measured, settings, words
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

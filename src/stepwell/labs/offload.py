@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepwell.config import OptimConfig, Run
 from stepwell.data.batch import Batch, padding
 from stepwell.hardware import accelerator, live_tensor_bytes
+from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import init_distributed
 from stepwell.ranks import run_ranks
 from stepwell.train.adamw8bit import AdamW8bit
@@ -179,7 +179,7 @@ def _bytes_per_parameter(engine: Engine) -> dict[str, float]:
         host += [tensor for w in optimizer.weights for tensor in (w.master, w.buffer)]
     else:
         (host if engine.run.offload.parameters else device).extend([*working, *_moments(engine)])
-    num = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+    num = sum(local_part(p).numel() for p in parameters)
     return {"device": live_tensor_bytes(device) / num, "host": live_tensor_bytes(host) / num}
 
 

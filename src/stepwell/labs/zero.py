@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
+from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.traffic import Collective, count_collectives
 from stepwell.plan.memory import zero_bytes_per_parameter, zero_volume_in_parameters
@@ -175,7 +174,7 @@ def _held(engine: Engine, masters: dict[str, torch.nn.Parameter]) -> dict[str, i
 def _bytes(tensors: list[Any]) -> int:
     storages = {}
     for tensor in tensors:
-        local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_part(tensor)
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return sum(storages.values())
 

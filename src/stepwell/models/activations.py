@@ -15,6 +15,8 @@ from stepwell.config import ModelConfig
 # all: everything that autograd saves. products: matrix products and attention; what is cheap is
 # computed again. input: nothing but the input.
 Keep = Literal["all", "products", "input"]
+# Up to this, a micro-batch's logits wait for the backward pass (loss.keep_logits = "auto").
+KEEP_LOGITS_BYTES = 256 * 2**20
 
 
 class Segment(NamedTuple):

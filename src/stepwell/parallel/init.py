@@ -47,7 +47,7 @@ def init_parameters(module: nn.Module, seed: int, rule: Callable[[str, torch.Siz
         if kind == "normal":
             normal_(parameter, seed, name, std)
         elif kind in ("ones", "zeros"):
-            _local(parameter).fill_(1.0 if kind == "ones" else 0.0)
+            local_part(parameter).fill_(1.0 if kind == "ones" else 0.0)
         else:
             raise ValueError(f"{name}: unknown rule {kind!r}; known: normal, ones, zeros")
 
@@ -55,7 +55,7 @@ def init_parameters(module: nn.Module, seed: int, rule: Callable[[str, torch.Siz
 @torch.no_grad()
 def normal_(parameter: Tensor, seed: int, name: str, std: float) -> Tensor:
     """Fills `parameter` (or this rank's shard of it) with N(0, std^2) values, in place."""
-    local = _local(parameter)
+    local = local_part(parameter)
     shape, offset = _place(parameter)
     filled = (
         local
@@ -120,9 +120,10 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def _local(parameter: Tensor) -> Tensor:
-    parameter = parameter.detach()
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, plain and detached; writing to it writes to the tensor."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _place(parameter: Tensor) -> tuple[torch.Size, tuple[int, ...]]:

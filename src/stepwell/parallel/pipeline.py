@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from stepwell.config import LayoutConfig, ModelConfig, Run
 from stepwell.models.transformer import Decoder, Piece
 from stepwell.parallel.fsdp import DTYPES
-from stepwell.parallel.init import global_name
+from stepwell.parallel.init import global_name, local_part
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.parallel.schedules import (
     ZERO_BUBBLE,
@@ -157,9 +157,9 @@ class Pipeline:
         if owner is not None and copy is not None:
             copy.copy_(owner)
         elif owner is not None:
-            self._send(_local(owner), self.last_rank)
+            self._send(local_part(owner), self.last_rank)
         elif copy is not None:
-            _local(copy).copy_(self._receive(_local(copy), 0))
+            local_part(copy).copy_(self._receive(local_part(copy), 0))
 
     @torch.no_grad()
     def iter_full(self, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
@@ -441,11 +441,6 @@ def _as_it_is(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def _local(x: Tensor) -> Tensor:
-    x = x.detach()
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
-    return _local(parameter.grad)
+    return local_part(parameter.grad)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepwell.config import LossScaleConfig, Run
 from stepwell.models.fp8 import E4M3, E5M2, ROLES, Fp8, scale_for
 from stepwell.models.layers import Linear
 from stepwell.parallel.fp8_layers import fp8_linears
+from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import Mesh, all_reduce_max
 from stepwell.types import ConfigError
 
@@ -211,6 +211,4 @@ def unscale(parameters: Iterable[Tensor], scale: float) -> None:
     """Divides every gradient by `scale`, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            grad = parameter.grad
-            local = grad.to_local() if isinstance(grad, DTensor) else grad
-            local.div_(scale)
+            local_part(parameter.grad).div_(scale)

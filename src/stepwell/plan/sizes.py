@@ -13,6 +13,7 @@ from math import prod
 
 from stepwell.config import Run
 from stepwell.models.activations import (
+    KEEP_LOGITS_BYTES,
     BlockBytes,
     Segment,
     held,
@@ -30,7 +31,6 @@ from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
 from stepwell.plan.shards import Held, held_by_block, held_by_root, parts_of_rank
 
-KEEP_LOGITS_BYTES = 256 * 2**20
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 
 

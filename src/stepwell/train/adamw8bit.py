@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stepwell.parallel import lever_rules
+from stepwell.parallel.init import local_part
 from stepwell.parallel.lever_rules import QUANTISED_BLOCK as BLOCK
 from stepwell.types import ConfigError
 
@@ -47,7 +48,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     )
         # Plain tensors over the same memory: what is compiled then never sees a mesh.
         groups = [
-            {**group, "params": [nn.Parameter(_local(p)) for p in group["params"]]}
+            {**group, "params": [nn.Parameter(local_part(p)) for p in group["params"]]}
             for group in self.param_groups
         ]
         self.inner = Inner(groups, lr=lr, betas=betas, eps=eps, block_size=BLOCK)
@@ -58,11 +59,11 @@ class AdamW8bit(torch.optim.Optimizer):
             inner["lr"].fill_(group["lr"])
             inner["weight_decay"] = group["weight_decay"]
             for parameter, plain in zip(group["params"], inner["params"], strict=True):
-                if parameter.grad is None or _local(parameter).numel() == 0:
+                if parameter.grad is None or local_part(parameter).numel() == 0:
                     continue
                 # FSDP2 lays its shards out anew before the first step.
-                plain.data = _local(parameter)
-                plain.grad = _local(parameter.grad)
+                plain.data = local_part(parameter)
+                plain.grad = local_part(parameter.grad)
                 self.inner.state[plain] = self._materialise(parameter)
         self.inner.step()
         self.inner.zero_grad(set_to_none=True)
@@ -112,13 +113,13 @@ def _without_enum_warning() -> Iterator[None]:
 
 def is_quantised(parameter: Tensor) -> bool:
     """Whether its moments are kept in 8 bits: large matrices whose rows are whole blocks."""
-    return lever_rules.is_quantised(tuple(parameter.shape), _local(parameter).shape[-1])
+    return lever_rules.is_quantised(tuple(parameter.shape), local_part(parameter).shape[-1])
 
 
 def _zeros(parameter: Tensor, signed: bool) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    local = _local(parameter)
+    local = local_part(parameter)
     if not is_quantised(parameter) or local.numel() == 0:
         return torch.zeros_like(local)
     return OptimState8bit.zeros(local.shape, signed, BLOCK, local.device, dtype=local.dtype)
@@ -139,8 +140,3 @@ def _like(parameter: Tensor, local: Tensor, columns_per: int) -> Tensor:
         shape=torch.Size(shape),
         stride=strides,
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch, concat, padding
+from stepwell.models.activations import KEEP_LOGITS_BYTES
 from stepwell.parallel.context import local_tokens
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.mesh import Mesh, all_reduce_max, all_reduce_sum
 from stepwell.parallel.pipeline import Pipeline
 from stepwell.types import TrainingError
-
-KEEP_LOGITS_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepwell.config import OptimConfig
-from stepwell.parallel.init import global_name
+from stepwell.parallel.init import global_name, local_part
 from stepwell.train.optim import Optimizer, build_optimizer
 from stepwell.types import ConfigError
 
@@ -58,7 +57,7 @@ class HostOptimizer:
         self.weights = [_weight(global_name(n), p) for n, p in named_parameters if p.requires_grad]
         self.inner: Optimizer = build_optimizer(((w.name, w.master) for w in self.weights), optim)
         for weight in self.weights:
-            state = {slot: _local(moment) for slot, moment in weight.moments.items()}
+            state = {slot: local_part(moment) for slot, moment in weight.moments.items()}
             self.inner.parts["adamw"].state[weight.master] = state
         self.down = self.up = None
         if self.weights[0].device.device.type == "cuda":
@@ -106,11 +105,11 @@ class HostOptimizer:
     def reload_masters(self) -> None:
         """Copies the model's weights into the masters."""
         for weight in self.weights:
-            weight.master.copy_(_local(weight.device))
+            weight.master.copy_(local_part(weight.device))
 
     def _down(self, weight: _Weight) -> torch.Event | None:
         assert weight.device.grad is not None
-        gradient = _local(weight.device.grad)
+        gradient = local_part(weight.device.grad)
         if self.down is None or self.up is None:
             weight.buffer.copy_(gradient)
             return None
@@ -122,7 +121,7 @@ class HostOptimizer:
         return self.down.record_event()
 
     def _up(self, weight: _Weight) -> None:
-        target = _local(weight.device)
+        target = local_part(weight.device)
         if self.up is None:
             target.copy_(weight.buffer)
             return
@@ -132,7 +131,7 @@ class HostOptimizer:
 
 def _weight(name: str, parameter: Tensor) -> _Weight:
     host = parameter.detach().to("cpu", copy=True)
-    master = nn.Parameter(_local(host))
+    master = nn.Parameter(local_part(host))
     pinned = parameter.device.type == "cuda"
     return _Weight(
         name=name,
@@ -145,8 +144,3 @@ def _weight(name: str, parameter: Tensor) -> _Weight:
         },
         buffer=torch.empty_like(master, requires_grad=False, pin_memory=pinned),
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

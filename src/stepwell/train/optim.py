@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from stepwell.config import OptimConfig, ScheduleConfig
-from stepwell.parallel.init import global_name
+from stepwell.parallel.init import global_name, local_part
 from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.muon import Muon
 from stepwell.types import CheckpointError, ConfigError
@@ -267,8 +267,7 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
     if max_norm == 0 or factor >= 1:
         return
     for gradient in _gradients(parameters):
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor)
+        local_part(gradient).mul_(factor)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

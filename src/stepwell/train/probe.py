@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stepwell.data.batch import Batch
-from stepwell.parallel.init import global_name
+from stepwell.parallel.init import global_name, local_part
 from stepwell.parallel.mesh import all_gather_objects
 from stepwell.parallel.pipeline import full_shapes
 from stepwell.train.engine import Engine, Stats
@@ -88,17 +87,13 @@ class Probe:
 
 @torch.no_grad()
 def measure(value: Tensor) -> Tally:
-    value = _local(value).detach()
+    value = local_part(value)
     finite = value.isfinite()
     good = torch.where(finite, value, 0).double()
     if good.numel() == 0:
         return Tally()
     num_bad = value.numel() - int(finite.sum())
     return Tally(good.square().sum().item(), good.abs().max().item(), value.numel(), num_bad)
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 @contextmanager
@@ -210,7 +205,7 @@ def non_finite_state(engine: Engine) -> list[str]:
     found = [
         name
         for name, value in (*weights, *engine.optimizer.state_dict().items())
-        if not _local(value).isfinite().all()
+        if not local_part(value).isfinite().all()
     ]
     every = all_gather_objects(found, engine.mesh)
     names = dict.fromkeys(name for part in every for name in part)

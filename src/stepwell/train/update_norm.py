@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from stepwell.parallel.init import local_part
 from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.optim import Optimizer, local_and_groups, norm_of_squares
@@ -106,6 +106,5 @@ def _chunks(weights: Tensor, gradient: Tensor, *moments: Tensor | None) -> Itera
 
 
 def _plain(x: Tensor) -> Tensor:
-    x = x.detach()
-    x = x.to_local() if isinstance(x, DTensor) else x
+    x = local_part(x)
     return x.dequantize() if hasattr(x, "codes") else x
