@@ -159,6 +159,27 @@ def test_all_ranks_start_again_when_one_dies(tmp_path, num_kills, then, code, nu
         assert "rank 1 failed (exit code 2)" in err
 
 
+REFUSED_LATER = """
+import os, sys, time
+from pathlib import Path
+
+if os.environ["RANK"] == "0":
+    Path("ready").touch()
+    time.sleep(1.0)
+    sys.stderr.write("no\\n")
+while not Path("ready").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def test_rank_0_may_say_what_another_rank_refused_before(tmp_path):
+    process = start(tmp_path, REFUSED_LATER, "2")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert err.splitlines() == ["no"]
+
+
 def test_the_first_cause_is_no_rank_that_ended_for_another():
     assert first_cause({0: -15, 2: -9}) == 2
     assert first_cause({3: 6, 0: 6, 1: 1, 2: 5}) == 1

@@ -40,6 +40,8 @@ GRACE_S = 300.0
 # most); once one has ended because another is missing, which `launch.peers` tells all at the same
 # time; and once a second signal has come.
 ENDING_S, MISSING_S, AT_ONCE_S = 12.0, 6.0, 3.0
+# What one rank refuses, the others are about to refuse too: how long they may take to say so.
+REFUSING_S = 3.0
 POLL_S = 0.05
 SHOWN_LINES = 20
 # In the folder of `launch`: all that the failed rank wrote, where that is more than is shown.
@@ -196,12 +198,15 @@ def _store(listener: socket.socket) -> Any:
 
 def _until_ended(ranks: LocalRanks, requests: Requests) -> None:
     """Until all have ended by themselves, because one has failed, or for a signal."""
-    deadline, passed_on, at_once = None, None, False
+    deadline, passed_on, at_once, asked_at = None, None, False, None
     while True:
         ranks.look()
         now = time.monotonic()
         if not ranks.running or (deadline is not None and now >= deadline):
             return
+        if asked_at is not None and now >= asked_at:
+            asked_at = None
+            ranks.send(signal.SIGTERM)
         if requests.at_once and not at_once:
             at_once, deadline = True, now + AT_ONCE_S
             ranks.send(signal.SIGTERM)
@@ -214,7 +219,7 @@ def _until_ended(ranks: LocalRanks, requests: Requests) -> None:
                 deadline = now + GRACE_S
             else:
                 deadline = now + (MISSING_S if RankMissing.exit_code in codes else ENDING_S)
-                ranks.send(signal.SIGTERM)
+                asked_at = now + (REFUSING_S if set(FINAL).intersection(codes) else 0)
         time.sleep(POLL_S)
 
 
