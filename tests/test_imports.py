@@ -20,7 +20,7 @@ LEVELS = [
     ["parallel", "generate"],
     ["train"],
     ["plan", "eval"],
-    ["diagnose", "posttrain"],
+    ["diagnose", "posttrain", "curate", "mix"],
     ["labs"],
     ["commands"],
     ["quickstart"],
