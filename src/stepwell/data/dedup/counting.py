@@ -1,0 +1,133 @@
+"""What global deduplication rests on: the order of documents, and hashes seen more than once.
+
+Both read shards and give the same answer however documents are spread over them. Hashes go through
+files cut by value, so that memory is bounded however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import xxhash
+
+from stepwell.data.batches import name_of
+from stepwell.data.steps import Shard, read_batches
+
+PART_ENTRIES = 1 << 23  # sorted at once: about 0.4 GB
+NAMES = pa.schema([("key", pa.uint64()), ("source", pa.string()), ("id", pa.string())])
+PAIR = np.dtype([("hash", np.uint64), ("rank", np.uint32)])
+
+
+@dataclass(frozen=True)
+class Order:
+    """Documents in order of (source, id), then of a hash of the text.
+
+    ranks[s]: the place of each row of shard s. shard, row, key: for each place, where it is.
+    """
+
+    ranks: list[np.ndarray]
+    shard: np.ndarray
+    row: np.ndarray
+    key: np.ndarray
+
+
+def text_digests(batch: pa.RecordBatch) -> np.ndarray:
+    """(rows,) uint64: orders documents of one name."""
+    texts = batch["text"].to_pylist()
+    return np.array([xxhash.xxh3_64_intdigest(text.encode()) for text in texts], np.uint64)
+
+
+def document_order(shards: Sequence[Shard]) -> Order:
+    """Reads the columns key, source and id of all documents and `digest` of their sketches."""
+    tables = [
+        pa.Table.from_batches(
+            [batch.select(NAMES.names) for batch in read_batches(shard.documents)], NAMES
+        )
+        for shard in shards
+    ]
+    digests = [batch["digest"] for shard in shards for batch in read_batches(shard.sketch)]
+    sizes = np.array([table.num_rows for table in tables], np.int64)
+    whole = pa.concat_tables([NAMES.empty_table(), *tables])
+    whole = whole.append_column("digest", pa.chunked_array(digests, pa.uint64()))
+    keys = [(name, "ascending") for name in ("source", "id", "digest", "key")]
+    order = pc.sort_indices(whole, sort_keys=keys).to_numpy().astype(np.int64)
+    ranks = np.empty(len(order), np.int64)
+    ranks[order] = np.arange(len(order))
+    ends = np.cumsum(sizes)
+    shard = np.searchsorted(ends, order, side="right")
+    return Order(
+        ranks=np.split(ranks, ends[:-1]),
+        shard=shard,
+        row=order - (ends - sizes)[shard],
+        key=whole["key"].to_numpy()[order],
+    )
+
+
+def names_at(shards: Sequence[Shard], order: Order, places: np.ndarray) -> list[str]:
+    """`source/id` of the documents at `places`."""
+    names: list[str] = [""] * len(places)
+    for number, shard in enumerate(shards):
+        here = np.flatnonzero(order.shard[places] == number)
+        batches = [batch.select(NAMES.names) for batch in read_batches(shard.documents)]
+        table = pa.Table.from_batches(batches, NAMES)
+        rows = table.take(pa.array(order.row[places[here]], pa.int64())).to_pylist()
+        for i, row in zip(here, rows, strict=True):
+            names[i] = name_of(row["source"], row["id"])
+    return names
+
+
+def repeated_hashes(
+    chunks: Iterable[tuple[np.ndarray, np.ndarray]],
+    num_entries: int,
+    folder: Path,
+    part_entries: int = PART_ENTRIES,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The hashes that occur more than once among chunks of (hashes uint64, document ranks), sorted,
+    with how often they do and the least rank.
+
+    folder: a scratch folder; num_entries: of all chunks together (at most part_entries of them are
+    sorted at once).
+    """
+    num_parts = 1 << max(0, (max(num_entries, 1) - 1) // part_entries).bit_length()
+    bits = num_parts.bit_length() - 1
+    files = [open(folder / f"part-{i}", "wb") for i in range(num_parts)]  # noqa: SIM115
+    try:
+        for hashes, ranks in chunks:
+            pairs = np.empty(len(hashes), PAIR)
+            pairs["hash"], pairs["rank"] = hashes, ranks
+            part = (pairs["hash"] >> np.uint64(64 - bits)) if bits else np.zeros(len(pairs), int)
+            by_part = np.argsort(part, kind="stable")
+            starts = np.searchsorted(part[by_part], np.arange(num_parts + 1))
+            for i, file in enumerate(files):
+                pairs[by_part[starts[i] : starts[i + 1]]].tofile(file)
+    finally:
+        for file in files:
+            file.close()
+    found = [_repeated(np.fromfile(folder / f"part-{i}", PAIR)) for i in range(num_parts)]
+    for i in range(num_parts):
+        (folder / f"part-{i}").unlink()
+    hashes, counts, firsts = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    return hashes, counts, firsts
+
+
+def _repeated(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    order = np.argsort(pairs["hash"])
+    hashes, ranks = pairs["hash"][order], pairs["rank"][order]
+    starts = np.flatnonzero(np.r_[True, hashes[1:] != hashes[:-1]]) if len(hashes) else order
+    counts = np.diff(np.r_[starts, len(hashes)])
+    firsts = np.minimum.reduceat(ranks, starts) if len(hashes) else ranks
+    many = counts > 1
+    return hashes[starts[many]], counts[many], firsts[many]
+
+
+def found_at(values: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """The index of each value in a sorted table of distinct values, -1 where it is not there."""
+    if not len(table):
+        return np.full(len(values), -1)
+    at = np.minimum(np.searchsorted(table, values), len(table) - 1)
+    return np.where(table[at] == values, at, -1)
