@@ -1,0 +1,232 @@
+"""Is what looks like a card number, an account or an address one? Pure functions of short strings
+and of the text around them.
+
+Check digits and countries' formats come from python-stdnum, telephone numbering plans from
+phonenumbers (the port of Google's libphonenumber).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from functools import lru_cache
+
+# RFC 2606: names that belong to nobody. Its top levels (.test, .example) are not in TOP_LEVELS.
+RESERVED_DOMAINS = ("example.com", "example.org", "example.net", "example.edu")
+# A dotted name of anything else is a file or a member in code (`icon@2x.png`, `a@b.transpose`).
+_TOP_LEVELS = """
+com org net edu gov mil int info biz name pro aero coop museum mobi jobs travel cat tel asia
+post xxx arpa app dev cloud online site xyz tech store blog club shop live news email space
+website top icu page link agency group digital world life today solutions company network
+systems media design studio academy center consulting photography global services team work
+works zone house life love fun games chat social software support technology university
+school health care clinic law legal finance bank insurance capital partners ventures
+international community foundation institute berlin hamburg koeln bayern wien paris london
+nyc tokyo amsterdam brussels swiss bzh eus gal scot wales quebec africa lat ninja guru expert
+rocks win vip pub art bio eco film land haus reise gmbh ltd llc inc
+ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs
+bt bw by bz ca cc cd cf cg ch ci ck cl cm cn co cr cu cv cw cx cy cz de dj dk dm do dz ec ee
+eg er es et eu fi fj fk fm fo fr ga gd ge gf gg gh gi gl gm gn gp gq gr gs gt gu gw gy hk hm
+hn hr ht hu id ie il im in io iq ir is it je jm jo jp ke kg kh ki km kn kp kr kw ky kz la lb
+lc li lk lr ls lt lu lv ly ma mc md me mg mh mk ml mm mn mo mp mq mr ms mt mu mv mw mx my mz
+na nc ne nf ng ni nl no np nr nu nz om pa pe pf pg ph pk pl pm pn pr ps pt pw py qa re ro rs
+ru rw sa sb sc sd se sg sh si sk sl sm sn so sr ss st su sv sx sy sz tc td tf tg th tj tk tl
+tm tn to tr tt tv tw tz ua ug uk us uy uz va vc ve vg vi vn vu wf ws ye yt za zm zw
+"""
+TOP_LEVELS = frozenset(_TOP_LEVELS.split())
+# Accounts of a host's software, as in git@github.com:owner/name.
+SSH_ACCOUNTS = frozenset({"git", "hg", "svn", "gitea", "gerrit"})
+
+# ISO/IEC 7812 issuers: first digits (from, to) and lengths.
+CARD_ISSUERS = (
+    (4, 4, {13, 16, 19}),  # Visa
+    (51, 55, {16}),  # Mastercard
+    (2221, 2720, {16}),
+    (34, 34, {15}),  # American Express
+    (37, 37, {15}),
+    (6011, 6011, {16, 19}),  # Discover
+    (644, 649, {16, 19}),
+    (65, 65, {16, 19}),
+    (300, 305, {14, 16}),  # Diners Club
+    (36, 36, {14}),
+    (38, 39, {14, 16}),
+    (3528, 3589, {16, 19}),  # JCB
+    (62, 62, {16, 17, 18, 19}),  # UnionPay
+    (5018, 5018, {16, 19}),  # Maestro
+    (5020, 5020, {16, 19}),
+    (5038, 5038, {16, 19}),
+    (6304, 6304, {16, 19}),
+    (6759, 6759, {16, 19}),
+    (6761, 6763, {16, 19}),
+)
+
+VERSION_BEFORE = re.compile(
+    r"(?i)(?:\b(?:version|ver|vers|release|rel|section|sect|sec|chapter|chap|clause|revision|rev|"
+    r"build|firmware|appendix|oid|paragraph|table|figure|fig)s?\b[ .:=]*"
+    r"|§ ?|[a-z_]-|\w\.|(?<!\w)v)$"
+)
+ADDRESS_BEFORE = re.compile(
+    r"(?i)\b(?:ip|ips|ipv4|addr|address|host|server|from|gateway|dns|ping|inet|client|peer|"
+    r"remote|src|dst)\b[^\w\n]{0,4}$|[\[(@]$|://$"
+)
+HEADING_AFTER = re.compile(r"[ \t]+[A-Z]")
+PHONE_BEFORE = re.compile(
+    r"(?i)(?:\b(?:tel|telephone|phone|phones|ph|call|fax|mobile|mob|cell|cellphone|whatsapp|sms|"
+    r"telefon|tel[ée]fono|t[ée]l[ée]phone|t[ée]l|telefax|handy|portable|m[óo]vil|cellulare|fon|"
+    r"contact|hotline|helpline|rufnummer)\b|☎|📞)[^\w\n]{0,4}"
+    r"(?:(?:us|me|at|on|number|no|nr|n°|is|free|toll)\b[^\w\n]{0,3}){0,3}$"
+)
+NUMBER_BEFORE = re.compile(
+    r"(?i)\b(?:isbn|issn|doi|rfc|sku|version|serial|oid|pmid|arxiv|rev|revision|build|bug|ticket|"
+    r"invoice|order|isbn-1[03])\b[^\w\n]{0,3}(?:(?:no|nr|number)\b[^\w\n]{0,3})?$"
+)
+CARD_BEFORE = re.compile(
+    r"(?i)\b(?:card|visa|mastercard|amex|credit|debit|karte|carte|tarjeta|carta|cc|pan|maestro|"
+    r"diners|discover|jcb)\b[^\n0-9]{0,16}$"
+)
+DATE = re.compile(
+    r"\(?(?:(?:19|20)\d\d([./-])(?:0?[1-9]|1[0-2])\1(?:0?[1-9]|[12]\d|3[01])"
+    r"|(?:0?[1-9]|[12]\d|3[01])([./-])(?:0?[1-9]|[12]\d|3[01])\2(?:(?:19|20)\d\d|\d\d))"
+    r"(?![./-]?\d)"
+)
+NANP = re.compile(
+    r"(?:\+?1[-. ]{1,2})?(?:\([0-9]{3}\) ?[-.]? ?|[0-9]{3}[-./ ]{1,2})[0-9]{3}[-.] ?[0-9]{4}"
+    r"|(?:\+?1 ?)?\([0-9]{3}\) ?[0-9]{3} [0-9]{4}"
+)
+TRUNK = re.compile(r"\(?0")
+BEFORE_CHARACTERS = 40
+
+
+def before(text: str, start: int) -> str:
+    """The line up to `start`, as far as words there say what a number is."""
+    return text[max(0, start - BEFORE_CHARACTERS) : start]
+
+
+def is_email(local: str, domain: str, after: str) -> bool:
+    """after: the character that follows."""
+    labels = domain.lower().split(".")
+    if len(labels) < 2 or any(label[0] == "-" or label[-1] == "-" for label in labels):
+        return False
+    if labels[-1] not in TOP_LEVELS and not labels[-1].startswith("xn--"):
+        return False
+    if ".".join(labels[-2:]) in RESERVED_DOMAINS:
+        return False
+    if local.lower() in SSH_ACCOUNTS and after in (":", "/"):
+        return False
+    # `x@y.transpose()` multiplies matrices; `@` comes twice in `a@b.c@d`, which is no address.
+    return after not in ("(", "@", "[", "=")
+
+
+def is_card(digits: str) -> bool:
+    """An issuer's first digits and length, and Luhn's check digit (ISO/IEC 7812-1)."""
+    return (
+        any(
+            len(digits) in lengths and low <= int(digits[: len(str(low))]) <= high
+            for low, high, lengths in CARD_ISSUERS
+        )
+        and len(set(digits)) > 1
+        and passes_luhn(digits)
+    )
+
+
+def passes_luhn(digits: str) -> bool:
+    from stdnum import luhn
+
+    return luhn.is_valid(digits)
+
+
+def is_iban(compact: str) -> bool:
+    """The country's length and structure, and the remainder 1 modulo 97 (ISO 13616)."""
+    from stdnum import iban
+
+    return iban.is_valid(compact, check_country=False)
+
+
+def is_ipv4(text: str, start: int, stop: int, private: bool) -> bool:
+    """Whether text[start:stop], four numbers and three dots, is an address rather than a version,
+    a section or an object identifier; private: also one that is not reachable from outside."""
+    numbers = text[start:stop].split(".")
+    if any(int(n) > 255 or (len(n) > 1 and n[0] == "0") for n in numbers):
+        return False
+    if not _counts(ipaddress.IPv4Address(".".join(numbers)), private):
+        return False
+    ahead = before(text, start)
+    if VERSION_BEFORE.search(ahead):
+        return False
+    if ADDRESS_BEFORE.search(ahead):
+        return True
+    if all(int(n) < 10 for n in numbers):
+        return False
+    return not (_is_heading(text, start, stop) and all(int(n) < 60 for n in numbers))
+
+
+def _is_heading(text: str, start: int, stop: int) -> bool:
+    """`2.10.1.3 Title` on a line of its own."""
+    line = text.rfind("\n", max(0, start - BEFORE_CHARACTERS), start) + 1
+    begins = start - line < BEFORE_CHARACTERS and not text[line:start].strip(" \t#*=")
+    return begins and HEADING_AFTER.match(text, stop) is not None
+
+
+def is_ipv6(candidate: str, private: bool) -> bool:
+    try:
+        address = ipaddress.IPv6Address(candidate)
+    except ValueError:
+        return False
+    if address.ipv4_mapped is not None:
+        return _counts(address.ipv4_mapped, private)
+    # All addresses that are given out begin with 001 (RFC 4291); `face::b` is a name in C++.
+    unicast = address in ipaddress.IPv6Network("2000::/3")
+    local = address.is_link_local or address in ipaddress.IPv6Network("fc00::/7")
+    return (unicast and _counts(address, private)) or (private and local)
+
+
+def _counts(address: ipaddress.IPv4Address | ipaddress.IPv6Address, private: bool) -> bool:
+    """Neither for documentation (RFC 5737, 3849), nor this machine, nor everybody."""
+    if address.is_multicast or address.is_loopback or address.is_unspecified:
+        return False
+    if address.is_global:
+        return True
+    lan = any(
+        address in ipaddress.ip_network(network)
+        for network in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
+        if address.version == 4
+    )
+    return private and (lan or address.is_link_local)
+
+
+def is_phone(text: str, start: int, stop: int, locales: tuple[str, ...]) -> bool:
+    """An assigned number that is also written like one: with a country code, in a style that only
+    telephone numbers have, or after a word such as "tel"."""
+    written = text[start:stop]
+    ahead = before(text, start)
+    if DATE.match(written) or NUMBER_BEFORE.search(ahead):
+        return False
+    if written.startswith("+"):
+        return _is_assigned(written, None)
+    named = PHONE_BEFORE.search(ahead) is not None
+    separated = any(c in " .-/()" for c in written)
+    if written.startswith("00") and (named or separated) and _is_assigned("+" + written[2:], None):
+        return True
+    for locale in locales:
+        styled = (
+            NANP.fullmatch(written)
+            if locale in ("US", "CA")
+            else separated and TRUNK.match(written)
+        )
+        if (named or styled) and _is_assigned(written, locale):
+            return True
+    return False
+
+
+@lru_cache(maxsize=65536)
+def _is_assigned(number: str, locale: str | None) -> bool:
+    """By the numbering plans; not one of those kept for fiction (NANP 555-01xx)."""
+    import phonenumbers
+
+    try:
+        parsed = phonenumbers.parse(number, locale)
+    except phonenumbers.NumberParseException:
+        return False
+    if parsed.country_code == 1 and str(parsed.national_number)[3:8] == "55501":
+        return False
+    return phonenumbers.is_valid_number(parsed)
