@@ -1,0 +1,281 @@
+"""The mixture that fitted laws point to, within caps on repetition, and how sure that is.
+
+D domains, O outcomes, S draws of the bootstrap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stepwell.mix.design import proportions
+from stepwell.mix.fit import Law, LogLinear, Quality, Trees, bootstrap, cross_validate, fit
+from stepwell.types import ConfigError, DataError
+
+# Up to 4 epochs, repeated data are nearly as good as new ones (2305.16264).
+MAX_EPOCHS = 4.0
+NUM_DRAWS = 200
+NUM_CANDIDATES = 4096
+# What counts as another weight than the natural one.
+MOVED = 0.01
+
+
+@dataclass(frozen=True)
+class DomainProposal:
+    """natural, proposed: weights. low, high: 5 and 95 % of the bootstrap's optima. share_up,
+    share_down: of these optima above and below the natural weight. cap: the largest weight that
+    max_epochs allows. epochs: of the proposed weight. effect: nats that the target would change by
+    for a hundredth more of this domain and proportionally less of the others, at the natural
+    mixture."""
+
+    name: str
+    unique_tokens: int
+    natural: float
+    proposed: float
+    low: float
+    high: float
+    share_up: float
+    share_down: float
+    cap: float
+    epochs: float
+    effect: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """decision: "proposed", or "natural" where the gain is inside the noise; `why` says so.
+
+    target losses are in nats, predicted; gain_low, gain_high: 5 and 95 % of the bootstrap.
+    noise: standard deviation of the target's error when a run is left out of the fit.
+    spearman: rank correlation of the target, predicted for runs left out.
+    """
+
+    law: Law
+    num_runs: int
+    total_tokens: int
+    targets: dict[str, float]
+    domains: tuple[DomainProposal, ...]
+    natural_loss: float
+    proposed_loss: float
+    gain: float
+    gain_low: float
+    gain_high: float
+    noise: float
+    spearman: float
+    decision: str
+    why: str
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """What is recommended, by domain."""
+        return {
+            domain.name: domain.proposed if self.decision == "proposed" else domain.natural
+            for domain in self.domains
+        }
+
+
+def propose(
+    names: Sequence[str],
+    unique_tokens: Sequence[int],
+    mixtures_RD: np.ndarray,
+    losses_RO: np.ndarray,
+    targets: dict[str, float],
+    total_tokens: int,
+    max_epochs: Sequence[float] | None = None,
+    law: Law = "log-linear",
+    num_draws: int = NUM_DRAWS,
+    seed: int = 0,
+) -> Proposal:
+    """The mixture with the lowest predicted target, the mean of the outcomes weighted by `targets`
+    (name of each outcome, in their order -> weight).
+
+    It stays within the range of weights that the runs have seen, and every domain is read at most
+    max_epochs times (default MAX_EPOCHS) in total_tokens. The natural mixture (by size, within the
+    same caps) is kept unless the gain is positive in 95 % of the draws and larger than the noise.
+    Raises DataError where the caps leave no mixture, ConfigError for unusable targets.
+    """
+    target_O = _target(targets)
+    caps_D = repetition_caps(unique_tokens, total_tokens, max_epochs)
+    check_caps(caps_D, names, total_tokens)
+    natural_D = within(proportions(unique_tokens), np.zeros(len(names)), caps_D)
+    low_D = np.minimum(mixtures_RD.min(0), natural_D)
+    high_D = np.minimum(np.maximum(mixtures_RD.max(0), natural_D), caps_D)
+    quality = cross_validate(law, mixtures_RD, losses_RO, seed)
+    best = fit(law, mixtures_RD, losses_RO, seed)
+    proposed_D = optimum(best, target_O, low_D, high_D, natural_D, seed)
+    draws = list(bootstrap(law, mixtures_RD, losses_RO, quality, num_draws, seed))
+    optima_SD = np.stack(
+        [optimum(drawn, target_O, low_D, high_D, proposed_D, seed) for drawn in draws]
+    )
+    both = np.stack([natural_D, proposed_D])
+    gains_S = np.array([-np.diff(drawn.predict(both) @ target_O)[0] for drawn in draws])
+    natural_loss, proposed_loss = (best.predict(both) @ target_O).tolist()
+    noise, spearman = target_quality(quality, losses_RO, target_O)
+    gain_low, gain_high = np.percentile(gains_S, [5, 95]).tolist()
+    gain = natural_loss - proposed_loss
+    decision, why = decide(gain, gain_low, noise, spearman)
+    effect_D = effects(best, target_O, natural_D)
+    edges = np.percentile(optima_SD, [5, 95], axis=0)
+    domains = tuple(
+        DomainProposal(
+            name=name,
+            unique_tokens=int(unique_tokens[d]),
+            natural=float(natural_D[d]),
+            proposed=float(proposed_D[d]),
+            low=float(edges[0, d]),
+            high=float(edges[1, d]),
+            share_up=float((optima_SD[:, d] > natural_D[d] + MOVED).mean()),
+            share_down=float((optima_SD[:, d] < natural_D[d] - MOVED).mean()),
+            cap=float(caps_D[d]),
+            epochs=float(proposed_D[d] * total_tokens / unique_tokens[d]),
+            effect=float(effect_D[d]),
+        )
+        for d, name in enumerate(names)
+    )
+    return Proposal(
+        law=law,
+        num_runs=len(mixtures_RD),
+        total_tokens=total_tokens,
+        targets=dict(targets),
+        domains=domains,
+        natural_loss=natural_loss,
+        proposed_loss=proposed_loss,
+        gain=gain,
+        gain_low=gain_low,
+        gain_high=gain_high,
+        noise=noise,
+        spearman=spearman,
+        decision=decision,
+        why=why,
+    )
+
+
+def repetition_caps(
+    unique_tokens: Sequence[int], total_tokens: int, max_epochs: Sequence[float] | None = None
+) -> np.ndarray:
+    """The largest weight of each domain (at most 1): weight * total <= epochs * unique tokens."""
+    epochs_D = np.full(len(unique_tokens), MAX_EPOCHS) if max_epochs is None else max_epochs
+    return np.minimum(1.0, np.asarray(epochs_D) * np.asarray(unique_tokens) / total_tokens)
+
+
+def check_caps(caps_D: np.ndarray, names: Sequence[str], total_tokens: int) -> None:
+    if caps_D.sum() < 1 - 1e-9:
+        most = math.floor(caps_D.sum() * total_tokens)
+        raise DataError(
+            f"{total_tokens:,} tokens cannot be read from {', '.join(names)} within their caps on "
+            f"epochs; the most is {most:,} (lower --tokens, or raise --max-epochs to "
+            f"{MAX_EPOCHS / caps_D.sum():.1f} from {MAX_EPOCHS:g})"
+        )
+
+
+def _target(targets: dict[str, float]) -> np.ndarray:
+    weights_O = np.array(list(targets.values()), np.float64)
+    if not len(weights_O) or not np.isfinite(weights_O).all() or weights_O.min() < 0:
+        raise ConfigError(f"targets must have weights of 0 or more, not {targets}")
+    if weights_O.sum() == 0:
+        raise ConfigError(f"no target has a weight above 0 ({', '.join(targets)}); give one 1")
+    return weights_O / weights_O.sum()
+
+
+def within(mixtures: np.ndarray, low_D: np.ndarray, high_D: np.ndarray) -> np.ndarray:
+    """Mixtures (..., D) with their weights scaled by one factor each until, cut at low and high,
+    they sum to 1: what a cap takes from a domain goes to the others by their weights. Needs
+    sum(low) <= 1 <= sum(high)."""
+    spread = np.maximum(mixtures, 1e-12)
+    least = np.zeros((*spread.shape[:-1], 1))
+    most = np.full_like(least, 1e13)  # enough for a weight of nothing to reach any cap
+    for _ in range(100):
+        middle = np.sqrt(np.maximum(least, 1e-3) * most)
+        below = np.clip(spread * middle, low_D, high_D).sum(-1, keepdims=True) < 1
+        least, most = np.where(below, middle, least), np.where(below, most, middle)
+    return np.clip(spread * most, low_D, high_D)
+
+
+def optimum(
+    law: LogLinear | Trees,
+    target_O: np.ndarray,
+    low_D: np.ndarray,
+    high_D: np.ndarray,
+    start_D: np.ndarray,
+    seed: int = 0,
+) -> np.ndarray:
+    """The mixture between low and high with the lowest target.
+
+    The log-linear law is convex in the mixture, so its optimum is the only one. Trees are searched
+    by random mixtures; the best hundredth is averaged (RegMix, 2407.01492)."""
+    if isinstance(law, LogLinear):
+        return _convex_optimum(law, target_O, low_D, high_D, start_D)
+    generator = np.random.default_rng(seed)
+    drawn = generator.dirichlet(np.ones(len(low_D)), NUM_CANDIDATES)
+    candidates = within(drawn, low_D, high_D)
+    losses = law.predict(candidates) @ target_O
+    best = candidates[np.argsort(losses, kind="stable")[: NUM_CANDIDATES // 100]]
+    return within(best.mean(0), low_D, high_D)
+
+
+def _convex_optimum(
+    law: LogLinear,
+    target_O: np.ndarray,
+    low_D: np.ndarray,
+    high_D: np.ndarray,
+    start_D: np.ndarray,
+) -> np.ndarray:
+    from scipy.optimize import minimize
+
+    found = minimize(
+        lambda mixture_D: float(law.predict(mixture_D)[0] @ target_O),
+        within(start_D, low_D, high_D),
+        jac=lambda mixture_D: target_O @ law.gradients(mixture_D),
+        bounds=list(zip(low_D, high_D, strict=True)),
+        constraints={"type": "eq", "fun": lambda m: m.sum() - 1, "jac": np.ones_like},
+        method="SLSQP",
+        options={"maxiter": 500, "ftol": 1e-10},
+    )
+    return within(np.clip(found.x, low_D, high_D), low_D, high_D)
+
+
+def target_quality(
+    quality: Quality, losses_RO: np.ndarray, target_O: np.ndarray
+) -> tuple[float, float]:
+    """(noise in nats, rank correlation) of the target's predictions for runs left out."""
+    from scipy.stats import spearmanr
+
+    predicted_R, measured_R = quality.predicted_RO @ target_O, losses_RO @ target_O
+    noise = float(np.sqrt(((predicted_R - measured_R) ** 2).mean()))
+    return noise, float(spearmanr(predicted_R, measured_R).statistic)
+
+
+def decide(gain: float, gain_low: float, noise: float, spearman: float) -> tuple[str, str]:
+    """(decision, why). The proposal must beat the natural mixture by more than the noise, in 95 %
+    of the draws, under a law that ranks runs it has not seen better than chance."""
+    if not spearman > 0:
+        return "natural", (
+            f"the law ranks runs it has not seen no better than chance (rank correlation "
+            f"{spearman:.2f})"
+        )
+    if gain_low <= 0:
+        return "natural", (
+            f"the gain of {gain:.4f} nats may be none: its 5 % quantile is {gain_low:.4f}"
+        )
+    if gain <= noise:
+        return "natural", (
+            f"the gain of {gain:.4f} nats is inside the noise of a prediction, {noise:.4f}"
+        )
+    return "proposed", (
+        f"the gain of {gain:.4f} nats is above the noise of a prediction, {noise:.4f}, and its 5 % "
+        f"quantile is {gain_low:.4f}"
+    )
+
+
+def effects(law: LogLinear | Trees, target_O: np.ndarray, mixture_D: np.ndarray) -> np.ndarray:
+    """Change of the target (nats) for a hundredth more of each domain, less of the others."""
+    before = float((law.predict(mixture_D) @ target_O)[0])
+    out = np.zeros(len(mixture_D))
+    for d in range(len(mixture_D)):
+        moved = mixture_D * (1 - MOVED)
+        moved[d] += MOVED
+        out[d] = float((law.predict(moved) @ target_O)[0]) - before
+    return out

@@ -1,0 +1,370 @@
+"""Proxy runs: small pretrainings on the mixtures of a design, each scored on every held-out store.
+
+A sweep's folder: `sweep.json` (what it is), `runs.jsonl` and `runs.csv` (a line for each finished
+run), `runs/NNNN/` (their logs). Whatever is finished is kept; what was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from stepwell.config import Run, SourceConfig
+from stepwell.data.store import TokenStore
+from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
+from stepwell.train.lock import folder_lock
+from stepwell.types import ConfigError, DataError
+
+Design = Literal["dirichlet", "maximin"]
+SWEEP, RUNS, TABLE = "sweep.json", "runs.jsonl", "runs.csv"
+NUM_NATURAL = 2
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A token store that a mixture may take from, or that is held out. weight: in the recipe."""
+
+    name: str
+    path: str
+    tokens: int
+    weight: float
+    max_epochs: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A finished run: its mixture, and its mean loss (nats a token) on each held-out store."""
+
+    run: int
+    seed: int
+    weights: dict[str, float]
+    losses: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is in a sweep's folder."""
+
+    domains: tuple[Domain, ...]
+    targets: tuple[Domain, ...]
+    recipe: Run
+    runs: tuple[Measured, ...]
+
+    @property
+    def mixtures(self) -> np.ndarray:
+        """(R, D)."""
+        return np.array([[run.weights[d.name] for d in self.domains] for run in self.runs])
+
+    @property
+    def losses(self) -> np.ndarray:
+        """(R, O)."""
+        return np.array([[run.losses[t.name] for t in self.targets] for run in self.runs])
+
+
+def sweep(
+    recipe: Run,
+    out: str | Path,
+    num_runs: int,
+    design: Design = "dirichlet",
+    power: float = POWER,
+    num_natural: int = NUM_NATURAL,
+    seed: int = 0,
+    num_procs: int = 1,
+    say: Callable[[str], None] = lambda line: None,
+) -> Sweep:
+    """Runs `num_natural` proxies on the natural mixture (seeds of their own: their spread is the
+    noise), then the design, num_runs in all.
+
+    recipe: a pretraining run; its data.sources are the domains and data.heldout the targets, whose
+    weights are what `propose` minimises. power: the design is drawn around size**power. num_procs:
+    so many runs at once. say: is told each result.
+    Raises ConfigError for a recipe that cannot be swept, or a folder with another sweep in it.
+    """
+    domains, targets = domains_of(recipe)
+    mixtures = mixtures_of(domains, num_runs, design, power, num_natural, seed)
+    seeds = [recipe.train.seed + (i if i < num_natural else 0) for i in range(num_runs)]
+    plan = {
+        "recipe": recipe.model_dump(mode="json", exclude_none=True, exclude={"dir", "name"}),
+        "design": {"kind": design, "power": power, "num_natural": num_natural, "seed": seed},
+        "domains": [asdict(domain) for domain in domains],
+        "targets": [asdict(target) for target in targets],
+    }
+    out = Path(out)
+    with folder_lock(out):
+        check_plan(out / SWEEP, plan, f"the sweep in {out}")
+        done = {run.run: run for run in read_runs(out / RUNS)}
+        jobs = [
+            (proxy_run(recipe, domains, mixtures[i], seeds[i], out / "runs" / f"{i:04d}"), targets)
+            for i in range(num_runs)
+            if i not in done
+        ]
+        todo = [i for i in range(num_runs) if i not in done]
+        for place, (losses, seconds) in finished(jobs, num_procs):
+            i = todo[place]
+            weights = {d.name: float(w) for d, w in zip(domains, mixtures[i], strict=True)}
+            done[i] = Measured(i, seeds[i], weights, losses, seconds)
+            write_runs(out, list(done.values()), domains, targets)
+            say(line_of(done[i], num_runs))
+    return load_sweep(out)
+
+
+def load_sweep(folder: str | Path) -> Sweep:
+    """Raises DataError for a folder without a sweep, or with no finished run."""
+    path = Path(folder) / SWEEP
+    if not path.is_file():
+        raise DataError(f"{folder} holds no sweep ({SWEEP} is missing); `stepwell mix sweep` first")
+    plan = json.loads(path.read_text("utf-8"))
+    runs = read_runs(Path(folder) / RUNS)
+    if not runs:
+        raise DataError(f"the sweep in {folder} has no finished run yet")
+    return Sweep(
+        tuple(Domain(**domain) for domain in plan["domains"]),
+        tuple(Domain(**target) for target in plan["targets"]),
+        Run.parse(plan["recipe"], where=str(path)),
+        tuple(runs),
+    )
+
+
+# --- what is run ---------------------------------------------------------------------------------
+
+
+def domains_of(recipe: Run) -> tuple[tuple[Domain, ...], tuple[Domain, ...]]:
+    """The recipe's domains and targets. Raises ConfigError where there are too few, or a sweep
+    would not be what the recipe says."""
+    if recipe.method.kind != "pretrain":
+        raise ConfigError(f"a mixture is swept by pretraining, not method={recipe.method.kind!r}")
+    if len(recipe.data.sources) < 2:
+        raise ConfigError(
+            f"data.sources has {len(recipe.data.sources)} domains to mix; the fewest is 2"
+        )
+    if not recipe.data.heldout:
+        raise ConfigError("data.heldout is empty: a mixture is judged by held-out stores; name one")
+    if recipe.data.stages:
+        raise ConfigError(
+            f"data.stages ({len(recipe.data.stages)} given) would hide what data.sources do; leave "
+            "them out of a sweep's recipe"
+        )
+    if recipe.model.init is not None or recipe.checkpoint.branch_from is not None:
+        raise ConfigError(
+            "proxy runs start from the seed; leave out model.init and checkpoint.branch_from "
+            "(`stepwell mix validate` is what branches from a checkpoint)"
+        )
+    return named(recipe.data.sources, "data.sources"), named(recipe.data.heldout, "data.heldout")
+
+
+def named(sources: Sequence[SourceConfig], key: str) -> tuple[Domain, ...]:
+    """The stores by the last part of their path that tells them apart."""
+    parts = [Path(source.path).absolute().parts for source in sources]
+    depth = 1
+    while len({p[-depth:] for p in parts}) < len(parts):
+        depth += 1
+        if depth > max(map(len, parts)):
+            raise ConfigError(f"{key} names a store twice: {[s.path for s in sources]}")
+    return tuple(
+        Domain(
+            "/".join(part[-depth:]),
+            source.path,
+            TokenStore.open(source.path).num_tokens,
+            source.weight,
+            source.max_epochs,
+        )
+        for source, part in zip(sources, parts, strict=True)
+    )
+
+
+def mixtures_of(
+    domains: Sequence[Domain],
+    num_runs: int,
+    design: Design,
+    power: float = POWER,
+    num_natural: int = NUM_NATURAL,
+    seed: int = 0,
+) -> np.ndarray:
+    """(R, D): the natural mixture num_natural times, then the design."""
+    if not 1 <= num_natural < num_runs:
+        raise ConfigError(
+            f"num_natural={num_natural} of num_runs={num_runs} must be at least 1 and leave a run "
+            f"for the design; the nearest legal value is {min(max(num_natural, 1), num_runs - 1)}"
+        )
+    sizes = [domain.tokens for domain in domains]
+    natural_D = proportions(sizes)
+    if design == "maximin":
+        rest = maximin_design(natural_D, num_runs - num_natural, seed)
+    else:
+        rest = dirichlet_design(proportions(sizes, power), num_runs - num_natural, seed)
+    return np.vstack([np.tile(natural_D, (num_natural, 1)), rest])
+
+
+def sources_of(domains: Sequence[Domain], mixture: Sequence[float]) -> list[dict[str, Any]]:
+    """`data.sources` of a mixture; domains of no weight are left out."""
+    return [
+        {"path": domain.path, "weight": float(weight)}
+        for domain, weight in zip(domains, mixture, strict=True)
+        if weight > 0
+    ]
+
+
+def proxy_run(
+    recipe: Run, domains: Sequence[Domain], mixture: Sequence[float], seed: int, folder: Path
+) -> Run:
+    values = recipe.model_dump(mode="json", exclude_none=True)
+    return Run.parse(
+        values,
+        {
+            "dir": str(folder),
+            "name": f"proxy {folder.name}",
+            "train.seed": seed,
+            "train.eval_every": 0,
+            "checkpoint.keep_best": 0,
+            "data.sources": sources_of(domains, mixture),
+        },
+        where=f"the proxy run {folder}",
+    )
+
+
+# --- running -------------------------------------------------------------------------------------
+
+Job = tuple[Run, Sequence[Domain]]
+
+
+def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[dict, float]]]:
+    """(place in `jobs`, (losses, seconds)) of each as it ends; num_procs at once."""
+    if num_procs <= 1:
+        for place, job in enumerate(jobs):
+            yield place, trained(job)
+        return
+    from concurrent.futures import as_completed
+
+    # Each has a core's share of threads; they spin against each other otherwise.
+    threads = max(1, (os.cpu_count() or 1) // num_procs)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_procs, context, _limit_threads, (threads,)) as pool:
+        places = {pool.submit(trained, job): place for place, job in enumerate(jobs)}
+        try:
+            for future in as_completed(places):
+                yield places[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _limit_threads(num_threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def trained(job: Job) -> tuple[dict[str, float], float]:
+    """Pretrains (or goes on), scores, and removes the checkpoints. Returns losses and seconds."""
+    from stepwell.train.pretrain import pretrain
+
+    run, targets = job
+    start = time.perf_counter()
+    pretrain(run)
+    losses = score(run, targets)
+    shutil.rmtree(Path(run.dir) / "checkpoints")
+    return losses, time.perf_counter() - start
+
+
+def score(run: Run, targets: Sequence[Domain]) -> dict[str, float]:
+    """Mean held-out loss (nats a token) of the run's last checkpoint on each target, on the same
+    train.eval_rows rows for every run."""
+    from stepwell.train.checkpoint import latest
+    from stepwell.train.engine import Engine
+    from stepwell.train.heldout import heldout_loss, heldout_windows
+
+    engine, last = Engine(run), latest(run.dir)
+    assert last is not None
+    engine.load(last)
+    data, rows = run.data, run.train.eval_rows
+    losses = {}
+    for target in targets:
+        stores = [(TokenStore.open(target.path), 1.0)]
+        windows = heldout_windows(stores, data.seq_len, rows, data.document_mask)
+        losses[target.name] = heldout_loss(engine, windows)["eval/loss"]
+    return losses
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def check_plan(path: Path, plan: dict[str, Any], what: str) -> None:
+    """Writes the plan, or compares it with the one that is there. Raises ConfigError naming what
+    differs: results of two plans must not be mixed."""
+    plan = json.loads(json.dumps(plan))
+    if not path.is_file():
+        write_whole(path, json.dumps(plan, indent=1) + "\n")
+        return
+    before = json.loads(path.read_text("utf-8"))
+    for key in plan:
+        if before.get(key) != plan[key]:
+            raise ConfigError(
+                f"{what} has another {_difference(before.get(key), plan[key], key)}; go on with "
+                "what it was begun with, or choose another --out"
+            )
+
+
+def _difference(before: Any, now: Any, key: str) -> str:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [*now, *before]:
+            if before.get(name) != now.get(name):
+                return _difference(before.get(name), now.get(name), f"{key}.{name}")
+    return f"{key} ({before!r}, now {now!r})"
+
+
+def read_runs(path: Path) -> list[Measured]:
+    if not path.is_file():
+        return []
+    return [Measured(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+
+
+def write_runs(
+    out: Path, runs: Sequence[Measured], domains: Sequence[Domain], targets: Sequence[Domain]
+) -> None:
+    """runs.jsonl and runs.csv, each whole."""
+    runs = sorted(runs, key=lambda run: run.run)
+    write_whole(out / RUNS, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(
+        [
+            "run",
+            "seed",
+            *(f"weight {d.name}" for d in domains),
+            *(f"loss {t.name}" for t in targets),
+        ]
+    )
+    for run in runs:
+        weights = [round(run.weights[d.name], 6) for d in domains]
+        losses = [round(run.losses[t.name], 6) for t in targets]
+        writer.writerow([run.run, run.seed, *weights, *losses])
+    write_whole(out / TABLE, table.getvalue())
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The file with this text, or as it was before."""
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def line_of(run: Measured, num_runs: int) -> str:
+    weights = "  ".join(f"{name} {weight:.3f}" for name, weight in run.weights.items())
+    losses = "  ".join(f"{name} {loss:.4f}" for name, loss in run.losses.items())
+    return f"run {run.run + 1}/{num_runs}: {weights} | loss {losses} ({run.seconds:.0f} s)"

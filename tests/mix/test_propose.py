@@ -1,0 +1,134 @@
+import math
+
+import numpy as np
+import pytest
+
+from stepwell.mix import propose as mix
+from stepwell.mix.design import maximin_design
+from stepwell.mix.fit import LogLinear, Trees
+from stepwell.types import ConfigError, DataError
+
+NAMES = ("web", "code", "books")
+TOKENS = (8_000_000, 1_500_000, 500_000)
+# Each domain is helped by itself alone, by the same law: the best mixture is the even one.
+EVEN = LogLinear(np.full(3, 2.0), -1.0 * np.eye(3))
+TARGETS = dict.fromkeys(NAMES, 1.0)
+
+
+def runs(law=EVEN, num_runs=20, noise=0.0):
+    mixtures = maximin_design(np.array([0.8, 0.15, 0.05]), num_runs)
+    errors = noise * np.random.default_rng(0).normal(size=(num_runs, 3))
+    return mixtures, law.predict(mixtures) + errors
+
+
+def proposed(**more):
+    values = {
+        "names": NAMES,
+        "unique_tokens": TOKENS,
+        "mixtures_RD": runs()[0],
+        "losses_RO": runs(noise=0.002)[1],
+        "targets": TARGETS,
+        "total_tokens": 1_000_000,
+        "num_draws": 30,
+        **more,
+    }
+    return mix.propose(**values)
+
+
+def test_a_known_optimum_is_found_and_taken():
+    found = proposed()
+    assert [d.proposed for d in found.domains] == pytest.approx([1 / 3] * 3, abs=0.03)
+    assert found.decision == "proposed"
+    assert found.weights == {d.name: d.proposed for d in found.domains}
+    truth = EVEN.predict(np.array([[0.8, 0.15, 0.05], [1 / 3] * 3])).mean(1)
+    assert found.gain == pytest.approx(truth[0] - truth[1], abs=0.01)
+    assert found.gain_low < found.gain < found.gain_high
+    assert [(d.share_up, d.share_down) for d in found.domains] == [(0, 1), (1, 0), (1, 0)]
+    assert all(d.low <= d.proposed + 0.02 <= d.high + 0.04 for d in found.domains)
+    assert found.spearman > 0.95
+    # More of what there is too much of harms, more of the others helps.
+    assert found.domains[0].effect > 0 > found.domains[2].effect
+
+
+def test_caps_on_repetition_bind_and_give_to_the_others():
+    found = proposed(total_tokens=10_000_000, max_epochs=[4.0, 4.0, 4.0])
+    books = found.domains[2]
+    assert books.cap == pytest.approx(0.2)
+    assert books.proposed == pytest.approx(0.2, abs=1e-6)
+    assert books.epochs == pytest.approx(4.0, abs=1e-4)
+    assert found.domains[0].proposed == pytest.approx(0.4, abs=0.03)
+    free = proposed(total_tokens=10_000_000, max_epochs=[4.0, 4.0, 40.0])
+    assert free.domains[2].proposed > 0.3
+    assert free.domains[2].epochs > 4
+
+
+def test_a_cap_on_the_largest_domain_holds_for_the_natural_mixture_too():
+    # Read once, the 10 million tokens just suffice; one more and no mixture is left.
+    found = proposed(total_tokens=10_000_000, max_epochs=[1.0, 1.0, 1.0])
+    assert [d.natural for d in found.domains] == pytest.approx([0.8, 0.15, 0.05])
+    assert [d.proposed for d in found.domains] == pytest.approx([0.8, 0.15, 0.05], abs=1e-6)
+    assert found.decision == "natural"
+    with pytest.raises(DataError, match="the most is 10,000,000"):
+        proposed(total_tokens=10_000_001, max_epochs=[1.0, 1.0, 1.0])
+
+
+def test_the_natural_mixture_stays_where_the_gain_is_noise():
+    flat = LogLinear(np.full(3, 2.0), np.zeros((3, 3)))
+    mixtures, losses = runs(flat, noise=0.02)
+    found = proposed(mixtures_RD=mixtures, losses_RO=losses)
+    assert found.decision == "natural"
+    assert found.weights == {d.name: d.natural for d in found.domains}
+
+
+@pytest.mark.parametrize(
+    ("gain", "gain_low", "noise", "spearman", "decision", "why"),
+    [
+        (0.05, 0.01, 0.02, 0.9, "proposed", "above the noise"),
+        (0.05, 0.0, 0.02, 0.9, "natural", "may be none"),
+        (0.05, 0.01, 0.05, 0.9, "natural", "inside the noise"),
+        (0.05, 0.01, 0.02, 0.0, "natural", "no better than chance"),
+        (0.05, 0.01, 0.02, math.nan, "natural", "no better than chance"),
+    ],
+)
+def test_every_reason_to_stay(gain, gain_low, noise, spearman, decision, why):
+    found = mix.decide(gain, gain_low, noise, spearman)
+    assert found[0] == decision
+    assert why in found[1]
+
+
+def test_targets_choose_what_is_minimised():
+    found = proposed(targets={"web": 0.0, "code": 1.0, "books": 0.0})
+    assert found.domains[1].proposed > 0.9
+    with pytest.raises(ConfigError, match="no target has a weight above 0"):
+        proposed(targets=dict.fromkeys(NAMES, 0.0))
+    with pytest.raises(ConfigError, match="0 or more"):
+        proposed(targets={"web": -1.0, "code": 1.0, "books": 0.0})
+
+
+def test_it_stays_within_the_weights_that_runs_have_seen():
+    seen = runs()[0]
+    keep = seen[:, 1] < 0.5
+    found = proposed(
+        mixtures_RD=seen[keep],
+        losses_RO=EVEN.predict(seen[keep]),
+        targets={"web": 0.0, "code": 1.0, "books": 0.0},
+    )
+    assert found.domains[1].proposed == pytest.approx(seen[keep][:, 1].max())
+
+
+def test_within_gives_what_a_cap_takes_to_the_others_by_their_weights():
+    low, high = np.zeros(3), np.array([0.2, 1.0, 1.0])
+    assert mix.within(np.array([0.6, 0.3, 0.1]), low, high) == pytest.approx([0.2, 0.6, 0.2])
+    high = np.array([0.5, 0.3, 0.2])
+    assert mix.within(np.array([1.0, 0.0, 0.0]), low, high) == pytest.approx([0.5, 0.3, 0.2])
+
+
+def test_trees_are_searched_by_random_mixtures():
+    class Towards:
+        """Lowest at (.2, .5, .3)."""
+
+        def predict(self, mixtures):
+            return ((mixtures - np.array([0.2, 0.5, 0.3])) ** 2).sum(1)
+
+    found = mix.optimum(Trees((Towards(),)), np.ones(1), np.zeros(3), np.ones(3), np.full(3, 1 / 3))
+    assert found == pytest.approx([0.2, 0.5, 0.3], abs=0.03)
