@@ -101,7 +101,7 @@ def test_overrides_are_read_as_what_their_key_holds(tmp_path):
             "optim.lr": "3e-4",
             "layout.compile": "true",
             "data.sources.0.path": "y",
-            "data.decay_sources": "[]",
+            "data.stages": "[]",
             "model.init": "none",
             "model.rope_scaling.factor": "32",
             "method.kind": "grpo",
@@ -113,7 +113,7 @@ def test_overrides_are_read_as_what_their_key_holds(tmp_path):
     assert run.optim.lr == 3e-4
     assert run.layout.compile is True
     assert run.data.sources[0].path == "y"
-    assert run.data.decay_sources == ()
+    assert run.data.stages == ()
     assert run.model.init is None
     assert run.model.rope_scaling is not None
     assert run.model.rope_scaling.factor == 32
@@ -152,7 +152,7 @@ def test_method_kind_chooses_the_section(values, kind):
     [
         ({"name.x": "1"}, "cannot set name.x: name = 'a' is a value, not a table"),
         ({"data.sources.1.path": "x"}, "the list has 1 entries, counted from 0; '1' is none"),
-        ({"data.decay_sources.0.path": "x"}, "the list has 0 entries"),
+        ({"data.stages.0.start": "x"}, "the list has 0 entries"),
         ({"data.sources": "x.bin"}, "written as TOML, e.g. '[{path = "),
     ],
 )
@@ -344,9 +344,90 @@ RULES = [
         {"optim.schedule.decay_steps": 0},
     ),
     (
-        {"data.decay_sources": [{"path": "best"}]},
-        ["decay_sources (1 given)", "decay_steps=0", "decay_steps to 1 or more"],
+        {"data.stages": [{"phase": "decay", "sources": [{"path": "best"}]}]},
+        ["phase='decay'", "decay_steps=0", "decay_steps to 1 or more"],
         {"optim.schedule.decay_steps": 1},
+    ),
+    (
+        {"data.stages": [{"phase": "warmup", "sources": [{"path": "best"}]}]},
+        ["phase='warmup'", "warmup_steps=0", "warmup_steps to 1 or more"],
+        {"optim.schedule.warmup_steps": 1},
+    ),
+    (
+        {
+            "data.stages": [{"phase": "stable", "sources": [{"path": "best"}]}],
+            "optim.schedule.kind": "cosine",
+        },
+        ["phase='stable'", "kind='cosine'", "kind='wsd'"],
+        {"optim.schedule.kind": "constant"},
+    ),
+    (
+        {"data.stages": [{"sources": [{"path": "best"}]}]},
+        ["phase=None", "start=None", "needs one of them", "start = 0.8"],
+        {"data.stages.0.start": 0.0},
+    ),
+    (
+        {"data.stages": [{"start": 0.5, "sources": []}]},
+        ["the stage of start=0.5 has no sources"],
+        {"data.stages.0.sources": [{"path": "best"}]},
+    ),
+    (
+        {"data.stages": [{"start": start, "sources": [{"path": "best"}]} for start in (0.5, 0.5)]},
+        ["starts 0.5, 0.5", "must ascend"],
+        {"data.stages.1.start": 0.6},
+    ),
+    (
+        {
+            "data.stages": [
+                {"start": start, "sources": [{"path": "best"}]} for start in (0.5, 0.55)
+            ],
+            "train.steps": 10,
+        },
+        ["starts 0.5, 0.55 begin at steps 5, 5 of train.steps=10", "move them apart"],
+        {"data.stages.1.start": 0.6},
+    ),
+    (
+        {
+            "data.stages": [
+                {"start": 0.5, "sources": [{"path": "best"}]},
+                {"phase": "decay", "sources": [{"path": "best"}]},
+            ],
+            "optim.schedule.decay_steps": 1,
+        },
+        ["mix phases (decay) and fractions (0.5)", "all of them `start`"],
+        {"data.stages.1.phase": "none", "data.stages.1.start": 0.9},
+    ),
+    (
+        {
+            "data.stages": [{"phase": "decay", "sources": [{"path": path}]} for path in ("a", "b")],
+            "optim.schedule.decay_steps": 1,
+            "optim.schedule.warmup_steps": 1,
+        },
+        ["name a phase twice (decay, decay)"],
+        {"data.stages.1.phase": "warmup"},
+    ),
+    (
+        {
+            "data.stages": [{"start": 0.5, "sources": [{"path": "best"}]}],
+            "method.kind": "sft",
+        },
+        ["data.stages (1 given) belong to pretrain, not sft"],
+        {"method.kind": "pretrain"},
+    ),
+    (
+        {"data.order": "quality-ascending", "method.kind": "sft"},
+        ["data.order='quality-ascending'", "pretrain, not sft", "'sequential'"],
+        {"data.order": "sequential"},
+    ),
+    (
+        {"data.sources": [{"path": "a"}, {"path": "./a"}]},
+        ["data.sources lists a twice", "sum of weights"],
+        {"data.sources.1.path": "b"},
+    ),
+    (
+        {"data.heldout": [{"path": "a", "max_epochs": 2.0}]},
+        ["data.heldout: max_epochs=2.0", "leave it out"],
+        {"data.heldout.0.max_epochs": "none"},
     ),
     (
         {"data.seq_len": 4096},
@@ -378,6 +459,20 @@ def test_a_rule_between_fields(overrides, named, remedy):
     for part in named:
         assert part in str(error.value)
     Run.parse({}, overrides | remedy)
+
+
+@pytest.mark.parametrize(
+    ("former", "named"),
+    [
+        ({"data.decay_sources": '[{path = "a"}]'}, ["[[data.stages]]", 'phase = "decay"']),
+        ({"data.shuffle": "false"}, ['data.order = "shuffled"', '"sequential"']),
+    ],
+)
+def test_a_former_key_names_its_new_form(former, named):
+    with pytest.raises(ConfigError, match="is no longer a key") as error:
+        Run.parse({}, former)
+    for part in [*former, *named]:
+        assert part in str(error.value)
 
 
 def test_reading_and_checking_a_run_imports_no_torch(tmp_path):

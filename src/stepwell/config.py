@@ -6,6 +6,7 @@ are relative to the working directory. See `docs/config.md`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
 from collections.abc import Mapping
@@ -219,15 +220,52 @@ class PrecisionConfig(Section):
 
 
 class SourceConfig(Section):
-    """A token store and its share of the samples."""
+    """A token store and its share of the samples. max_epochs: how often the whole run may read it;
+    then its share goes to the others, in proportion to their weights."""
 
     path: str
     weight: Annotated[float, Field(strict=True, gt=0)] = 1.0
+    max_epochs: Annotated[float, Field(strict=True, gt=0)] | None = None
+
+
+class StageConfig(Section):
+    """A part of the run that reads its own sources: a phase of the schedule, or all steps from the
+    fraction `start` of train.steps until the next stage's."""
+
+    phase: Literal["warmup", "stable", "decay"] | None = None
+    start: Annotated[float, Field(strict=True, ge=0, lt=1)] | None = None
+    sources: tuple[SourceConfig, ...]
+
+    @model_validator(mode="after")
+    def _rules(self) -> StageConfig:
+        if (self.phase is None) == (self.start is None):
+            raise ValueError(
+                f"a stage of data.stages has phase={self.phase!r} and start={self.start}, but "
+                'needs one of them: phase = "decay", or start = 0.8'
+            )
+        if not self.sources:
+            raise ValueError(
+                f"the stage of {self.where} has no sources; name at least one token store"
+            )
+        return self
+
+    @property
+    def where(self) -> str:
+        return f"phase={self.phase!r}" if self.phase else f"start={self.start}"
+
+
+# What the section [data] had once, and what says the same now.
+FORMER_DATA_KEYS = {
+    "decay_sources": """a [[data.stages]] table with phase = "decay" and these as its sources""",
+    "shuffle": """data.order = "shuffled" (for true) or "sequential" (for false)""",
+}
 
 
 class DataConfig(Section):
-    """sources: what a pretraining run reads; decay_sources replaces them in the decay phase.
+    """sources: what a pretraining run reads in the steps to which no stage of `stages` applies.
 
+    order: of a store's rows within an epoch. quality-ascending: by the mean score of their tokens,
+    the best last; the store must have scores.
     path: a JSONL or Parquet file of `messages` or `prompt`+`completion` rows (sft), or of prompts
     with an `answer` column (grpo).
     heldout: stores that are scored during training (pretrain, sft), never trained on;
@@ -236,14 +274,67 @@ class DataConfig(Section):
     """
 
     sources: tuple[SourceConfig, ...] = ()
-    decay_sources: tuple[SourceConfig, ...] = ()
+    stages: tuple[StageConfig, ...] = ()
     heldout: tuple[SourceConfig, ...] = ()
     path: str | None = None
     heldout_path: str | None = None
     tokenizer: str | None = None
     seq_len: Positive = 512
     document_mask: Flag = True
-    shuffle: Flag = True
+    order: Literal["shuffled", "sequential", "quality-ascending"] = "shuffled"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_keys(cls, values: Any) -> Any:
+        for key, now in FORMER_DATA_KEYS.items():
+            if isinstance(values, Mapping) and key in values:
+                raise ValueError(f"data.{key} is no longer a key; write {now}")
+        return values
+
+    @model_validator(mode="after")
+    def _rules(self) -> DataConfig:
+        for key, sources in [
+            ("data.sources", self.sources),
+            *((f"data.stages.{i}.sources", stage.sources) for i, stage in enumerate(self.stages)),
+        ]:
+            paths = [os.path.normpath(source.path) for source in sources]
+            twice = next((path for path in paths if paths.count(path) > 1), None)
+            if twice is not None:
+                raise ValueError(
+                    f"{key} lists {twice} twice; list it once, with the sum of weights"
+                )
+        self._check_stages()
+        return self
+
+    def _check_stages(self) -> None:
+        capped = next((s for s in self.heldout if s.max_epochs is not None), None)
+        if capped is not None:
+            raise ValueError(
+                f"data.heldout: max_epochs={capped.max_epochs} belongs to sources that are trained "
+                "on; held-out rows are scored once (leave it out)"
+            )
+        phases = [stage.phase for stage in self.stages if stage.phase]
+        starts = [stage.start for stage in self.stages if stage.start is not None]
+        if phases and starts:
+            raise ValueError(
+                f"data.stages mix phases ({', '.join(phases)}) and fractions "
+                f"({', '.join(map(str, starts))}), which could overlap; give all of them `phase`, "
+                "or all of them `start`"
+            )
+        if len(set(phases)) < len(phases):
+            raise ValueError(
+                f"data.stages name a phase twice ({', '.join(phases)}); a phase has one stage"
+            )
+        if any(a >= b for a, b in itertools.pairwise(starts)):
+            raise ValueError(
+                f"data.stages have starts {', '.join(map(str, starts))}, which must ascend; in "
+                f"order they are {', '.join(map(str, sorted(set(starts))))}"
+            )
+
+
+def first_step(start: float, steps: int) -> int:
+    """The step (0 is the first) at which a stage begins that starts at the fraction `start`."""
+    return int(start * steps + 1e-9)
 
 
 class ScheduleConfig(Section):
@@ -432,17 +523,12 @@ class Run(Section):
                 f"optim.schedule.decay_steps={schedule.decay_steps} belongs to kind 'wsd'; "
                 f"kind {schedule.kind!r} decays over all steps after warm-up (leave it at 0)"
             )
-        if self.data.decay_sources and not schedule.decay_steps:
-            raise ValueError(
-                f"data.decay_sources ({len(self.data.decay_sources)} given) are read in the decay "
-                f"phase, but optim.schedule.decay_steps={schedule.decay_steps}; set "
-                "optim.schedule.kind='wsd' and decay_steps to 1 or more"
-            )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"data.seq_len={self.data.seq_len} exceeds model.max_seq_len="
                 f"{self.model.max_seq_len}; the nearest legal value is {self.model.max_seq_len}"
             )
+        self._check_stages()
         self._check_heldout()
         self._check_rewind()
         if self.precision.param == "fp64" and self.precision.compute != "fp64":
@@ -463,6 +549,50 @@ class Run(Section):
                 f"raise data.seq_len above {self.method.max_new_tokens}"
             )
         return self
+
+    def _check_stages(self) -> None:
+        """Stages and orders belong to pretraining, and every stage must have steps."""
+        data, schedule, steps = self.data, self.optim.schedule, self.train.steps
+        kind = self.method.kind
+        if data.stages and kind != "pretrain":
+            raise ValueError(
+                f"data.stages ({len(data.stages)} given) belong to pretrain, not {kind}; leave "
+                "them out"
+            )
+        if data.order == "quality-ascending" and kind != "pretrain":
+            raise ValueError(
+                f"data.order='quality-ascending' belongs to pretrain, not {kind}; the nearest "
+                "legal value is 'sequential'"
+            )
+        decays = schedule.decay_steps
+        steady = schedule.kind == "constant" or schedule.kind == "wsd"
+        present = {
+            "warmup": schedule.warmup_steps > 0,
+            "stable": steady and schedule.warmup_steps + decays < steps,
+            "decay": decays > 0,
+        }
+        advice = {
+            "warmup": "set optim.schedule.warmup_steps to 1 or more",
+            "stable": "set optim.schedule.kind='wsd', with warmup_steps + decay_steps below "
+            f"train.steps={steps}",
+            "decay": "set optim.schedule.kind='wsd' and decay_steps to 1 or more",
+        }
+        for stage in data.stages:
+            if stage.phase is not None and not present[stage.phase]:
+                raise ValueError(
+                    f"data.stages has a stage of phase={stage.phase!r}, which the schedule (kind="
+                    f"{schedule.kind!r}, warmup_steps={schedule.warmup_steps}, decay_steps="
+                    f"{decays}) does not have; {advice[stage.phase]}, or give the stage a `start`"
+                )
+        firsts = [
+            first_step(stage.start, steps) for stage in data.stages if stage.start is not None
+        ]
+        if len(set(firsts)) < len(firsts):
+            starts = ", ".join(str(stage.start) for stage in data.stages)
+            raise ValueError(
+                f"data.stages with starts {starts} begin at steps {', '.join(map(str, firsts))} of "
+                f"train.steps={steps}, so one would have no step; move them apart"
+            )
 
     def _check_rewind(self) -> None:
         """Some checkpoint must be older than the suspects, whenever the bad step comes."""

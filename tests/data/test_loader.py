@@ -58,7 +58,7 @@ def sample_ids(batches) -> list[int]:
 
 
 def test_rows_are_windows_of_the_stream(store):
-    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, shuffle=False), 1)
+    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, order="sequential"), 1)
     assert num_windows(store, SEQ_LEN) == 20
     assert torch.equal(batch.tokens_BT.flatten(), torch.arange(160))
     assert torch.equal(batch.targets_BT, batch.tokens_BT + 1)
@@ -66,7 +66,7 @@ def test_rows_are_windows_of_the_stream(store):
 
 
 def test_positions_continue_across_windows_and_targets_stay_in_their_document(store):
-    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, shuffle=False), 1)
+    ((batch, _),) = take(pretrain_stream([(store, 1)], SEQ_LEN, 20, order="sequential"), 1)
     lengths = store.doc_lengths()
     doc = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     position = torch.from_numpy(np.concatenate([np.arange(n) for n in lengths]))
@@ -157,11 +157,9 @@ def test_rank_shares_partition_the_step(rows, world):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_even_mixture_in_every_window_of_samples(store, big, shuffle):
-    ids = sample_ids(
-        take(pretrain_stream([(store, 1), (big, 1)], SEQ_LEN, 100, shuffle=shuffle), 30)
-    )
+@pytest.mark.parametrize("order", ["sequential", "shuffled"])
+def test_even_mixture_in_every_window_of_samples(store, big, order):
+    ids = sample_ids(take(pretrain_stream([(store, 1), (big, 1)], SEQ_LEN, 100, order=order), 30))
     first = np.convolve(np.array(ids) < 20, np.ones(1000), "valid")
     assert np.abs(first - 500).max() <= 25
 
@@ -194,8 +192,10 @@ def test_packed_epochs_hold_each_document_once(chats):
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_packed_rows_in_the_given_order_without_shuffle(chats):
-    batches = take(packed_stream(chats, 40, 1, shuffle=False), packing_report(chats, 40)["rows"])
+def test_packed_rows_in_the_given_order_of_the_store(chats):
+    batches = take(
+        packed_stream(chats, 40, 1, order="sequential"), packing_report(chats, 40)["rows"]
+    )
     firsts = [int(batch.tokens_BT[0, 0]) for batch, _ in batches]
     assert firsts == sorted(firsts)
 
@@ -207,7 +207,7 @@ def test_truncated_prompts_and_documents_without_trained_tokens(tmp_path):
     report = packing_report(store, 20)
     assert report.pop("trained_tokens") == 13
     assert report == {"rows": 2, "docs": 2, "truncated": 1, "no_trained_tokens": 2}
-    ((batch, _),) = take(packed_stream(store, 20, 2, shuffle=False), 1)
+    ((batch, _),) = take(packed_stream(store, 20, 2, order="sequential"), 1)
     assert batch.weights_BT.sum(1).tolist() == [10, 3]
     assert torch.isfinite(batch.weights_BT).all()
     with pytest.raises(DataError, match="no document"):
@@ -215,7 +215,7 @@ def test_truncated_prompts_and_documents_without_trained_tokens(tmp_path):
 
 
 def test_masks_of_a_store_count_in_windows_too(chats):
-    ((batch, _),) = take(pretrain_stream([(chats, 1)], 16, 10, shuffle=False), 1)
+    ((batch, _),) = take(pretrain_stream([(chats, 1)], 16, 10, order="sequential"), 1)
     mask = torch.from_numpy(chats.read_mask(1, 161).copy()).float()
     border = batch.positions_BT.flatten()[1:] == 0
     expected = mask.clone()

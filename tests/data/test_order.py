@@ -54,13 +54,13 @@ def test_permute_refuses_indices_outside():
 
 
 def test_even_mixture_in_every_window():
-    sources, _ = choose_sources([0.5, 0.5], [0, 0], 10_000)
+    sources, _, _ = choose_sources([0.5, 0.5], [0, 0], 10_000)
     ones = np.convolve(sources, np.ones(1000), "valid")
     assert np.abs(ones - 500).max() <= 25
 
 
 def test_rare_source_never_overruns():
-    sources, counts = choose_sources([0.001, 0.999], [0, 0], 100_000)
+    sources, counts, _ = choose_sources([0.001, 0.999], [0, 0], 100_000)
     rare = np.cumsum(sources == 0)
     quota = 0.001 * np.arange(1, 100_001)
     assert np.abs(rare - quota).max() <= 1
@@ -74,10 +74,10 @@ def test_rare_source_never_overruns():
 @settings(max_examples=60, deadline=None)
 def test_dealing_in_any_pieces_is_dealing_at_once(parts, pieces):
     weights = [part / sum(parts) for part in parts]
-    whole, counts = choose_sources(weights, [0] * len(parts), sum(pieces))
+    whole, counts, _ = choose_sources(weights, [0] * len(parts), sum(pieces))
     got, now = [], [0] * len(parts)
     for piece in pieces:
-        sources, now = choose_sources(weights, now, piece)
+        sources, now, _ = choose_sources(weights, now, piece)
         got += sources.tolist()
     assert got == whole.tolist()
     assert now == counts

@@ -35,7 +35,7 @@ def world(tmp_path_factory):
     decay = {
         "optim.schedule.kind": "wsd",
         "optim.schedule.decay_steps": 4,
-        "data.decay_sources": '[{path = "best"}]',
+        "data.stages": '[{phase = "decay", sources = [{path = "best"}]}]',
     }
     assert main(words("pretrain", settings("pretrain", "pre", **EVERY_3, **decay))) == 0
     assert main(words("sft", settings("sft", "sft", **EVERY_3))) == 0

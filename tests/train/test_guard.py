@@ -231,7 +231,7 @@ def test_a_rewind_leaves_out_the_suspects_and_lowers_the_rate_for_a_while():
     assert guard.jumped == {"sources": [[27, 30]]}
     left_out = [n for n in range(1, 99) if guard.is_jumped("sources", n)]
     assert left_out == [27, 28, 29, 30]
-    assert not guard.is_jumped("decay_sources", 28)
+    assert not guard.is_jumped("stages.0", 28)
     assert [guard.lr_scale_at(step) for step in (0, 39, 40)] == [0.5, 0.5, 1.0]
     assert (guard.rewinds, guard.num_skips, guard.num_jumped) == (1, 1, 4)
 
@@ -240,10 +240,10 @@ def test_suspects_are_the_last_batches_wherever_they_came_from():
     guard = Guard(REWIND)
     for number in range(1, 10):
         guard.takes("sources", number)
-    guard.takes("decay_sources", 1)
-    guard.takes("decay_sources", 1)  # a rollout of several steps
-    rewound_at(guard, step=10, number=1, stream="decay_sources")
-    assert guard.jumped == {"decay_sources": [[1, 1]], "sources": [[7, 9]]}
+    guard.takes("stages.0", 1)
+    guard.takes("stages.0", 1)  # a rollout of several steps
+    rewound_at(guard, step=10, number=1, stream="stages.0")
+    assert guard.jumped == {"stages.0": [[1, 1]], "sources": [[7, 9]]}
     assert suspects([], "rows", 3, 4) == [("rows", 3), ("rows", 2), ("rows", 1)]
     assert suspects([["rows", 8]], "rows", 9, 3) == [("rows", 9), ("rows", 8), ("rows", 7)]
     beside = suspects([["a", 4], ["a", 7]], "b", 1, 3)  # 5 and 6 were left out before
@@ -275,8 +275,8 @@ def test_rewinds_add_up_while_the_first_one_cools_down():
     assert guard.lr_scale_at(35) == 0.25
     late = _fed([1.0] * 3, REWIND)
     rewound_at(late, step=30, number=30)
-    rewound_at(late, step=90, number=2, stream="decay_sources")
-    assert late.jumped == {"sources": [[27, 30]], "decay_sources": [[1, 2]]}
+    rewound_at(late, step=90, number=2, stream="stages.0")
+    assert late.jumped == {"sources": [[27, 30]], "stages.0": [[1, 2]]}
     assert late.lr_scale_at(90) == 0.5
 
 

@@ -168,14 +168,14 @@ def test_suspects_from_before_a_switch_of_streams_are_left_out_too():
         "guard.suspect_steps": 3,
         "optim.schedule.kind": "wsd",
         "optim.schedule.decay_steps": 10,
-        "data.decay_sources": '[{path = "end"}]',
+        "data.stages": '[{phase = "decay", sources = [{path = "end"}]}]',
     }
     assert trained("switch", "clean", **more) == 0
     (event,) = of_kind("switch", "rewind")
-    assert (event["bad_step"], event["stream"], event["to_step"]) == (21, "decay_sources", 16)
-    assert event["jumped"] == {"decay_sources": [[1, 1]], "sources": [[19, 20]]}
+    assert (event["bad_step"], event["stream"], event["to_step"]) == (21, "stages.0", 16)
+    assert event["jumped"] == {"stages.0": [[1, 1]], "sources": [[19, 20]]}
     jumped = [(e["stream"], e["batch"]) for e in of_kind("switch", "jump")]
-    assert jumped == [("sources", 19), ("sources", 20), ("decay_sources", 1)]
+    assert jumped == [("sources", 19), ("sources", 20), ("stages.0", 1)]
 
 
 # --- weights that are not finite ------------------------------------------------------------------

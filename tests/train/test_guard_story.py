@@ -65,7 +65,7 @@ def story(folder: str, store: str = "store", init: str | None = "base", **more):
         "dir": folder,
         "data.sources": f'[{{path = "{store}"}}]',
         "data.seq_len": LENGTH,
-        "data.shuffle": False,
+        "data.order": "sequential",
         "train.global_batch_rows": ROWS,
         "train.micro_batch_rows": 2,
         "train.steps": STEPS,

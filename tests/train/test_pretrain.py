@@ -26,7 +26,7 @@ from tests.runs import final_weights, finish, killed, measured, settings, words,
 WSD = {
     "optim.schedule.kind": "wsd",
     "optim.schedule.decay_steps": 20,
-    "data.decay_sources": '[{path = "best"}]',
+    "data.stages": '[{phase = "decay", sources = [{path = "best"}]}]',
 }
 
 
@@ -147,8 +147,8 @@ def test_the_decay_phase_reads_its_own_sources(world, monkeypatch):
     assert [stream_name(run, step) for step in (0, 3, 4, 5)] == [
         "sources",
         "sources",
-        "decay_sources",
-        "decay_sources",
+        "stages.0",
+        "stages.0",
     ]
     assert pretrain(run) == 6
     stores = [TokenStore.open(name) for name in ("store", "best")]

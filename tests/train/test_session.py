@@ -176,7 +176,7 @@ def test_a_folder_without_a_checkpoint_may_be_taken_over(tmp_path):
         ("train.micro_batch_rows", 7, True),
         ("train.log_every", 7, True),
         ("checkpoint.branch_from", "x", False),
-        ("data.shuffle", False, False),
+        ("data.order", "sequential", False),
         ("data.sources", '[{path = "x"}]', False),
         ("optim.schedule.warmup_steps", 1, False),
         ("train.seed", 7, False),

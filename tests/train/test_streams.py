@@ -25,12 +25,13 @@ def masked_store(tmp_path):
 
 def test_batches_are_counted_through_sources_and_after_going_on(tmp_path):
     stores = [(TokenStore.open(write_store(tmp_path / str(i), i)), 1.0 + i) for i in range(2)]
-    stream = open_windows(RUN, ALONE, stores, None)
+    run = Run.parse(RUN.model_dump(), {"data.sources": [{"path": "0"}, {"path": "1"}]})
+    stream = open_windows(run, ALONE, "sources", stores, {})
     states = [next(stream)[1] for _ in range(4)]
-    assert [batch_number(state, RUN) for state in states] == [1, 2, 3, 4]
-    batch, state = next(open_windows(RUN, ALONE, stores, states[1]))
-    assert batch_number(state, RUN) == 3
-    wanted = [next(s)[0].sample_ids for s in [open_windows(RUN, ALONE, stores, None)] * 3]
+    assert [batch_number(state, run) for state in states] == [1, 2, 3, 4]
+    batch, state = next(open_windows(run, ALONE, "sources", stores, {"sources": states[1]}))
+    assert batch_number(state, run) == 3
+    wanted = [next(s)[0].sample_ids for s in [open_windows(run, ALONE, "sources", stores, {})] * 3]
     assert batch.sample_ids == wanted[2]
 
 

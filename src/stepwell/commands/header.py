@@ -13,6 +13,7 @@ from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
 from stepwell.plan.memory import MemoryLedger, predict_memory
 from stepwell.plan.shards import num_shards
+from stepwell.train.curriculum import low_rate_warnings, shares_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -31,6 +32,7 @@ def header_text(run: Run, ranks: Ranks | None = None) -> str:
         lines.append(f"  {ranks_text(run, ranks)}")
     if levers := levers_of(run):
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in levers.items()))
+    lines += stage_lines(run)
     lines += memory_lines(run, ranks, ledger)
     return "\n".join(lines)
 
@@ -60,6 +62,8 @@ def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
         "remat": run.remat.mode,
         "fp8": run.precision.fp8.recipe,
         "offload": offloaded(run),
+        "stages": [shares._asdict() for shares in shares_of(run)],
+        "warnings": low_rate_warnings(run),
         "memory": {
             "peak_bytes": ledger.peak_bytes,
             "phase": ledger.phase,
@@ -85,6 +89,20 @@ def work_text(run: Run) -> str:
         f"{steps:,} steps of {most}{tokens:,} tokens ({run.train.global_batch_rows} rows of "
         f"{run.data.seq_len}) = {steps * tokens:,} tokens"
     )
+
+
+def stage_lines(run: Run) -> list[str]:
+    """What the stages of a pretraining run read, when, and how much of the learning rate they get;
+    then the warnings."""
+    lines = [f"  warning: {warning}" for warning in low_rate_warnings(run)]
+    if not run.data.stages:
+        return lines
+    found = [
+        f"    data.{s.name:<10} steps {s.first + 1:,} to {s.stop:,}: {s.token_share:.1%} of the "
+        f"tokens, {s.lr_share:.1%} of the learning-rate mass"
+        for s in shares_of(run)
+    ]
+    return ["  stages:", *found, *lines]
 
 
 def ranks_text(run: Run, ranks: Ranks) -> str:

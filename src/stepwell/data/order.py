@@ -1,14 +1,18 @@
-"""The order of samples: a counter-based permutation and a low-discrepancy mixture.
+"""The order of samples: a counter-based permutation, a low-discrepancy mixture, and by quality.
 
-Neither holds the order in memory, so a position in it is a few integers.
+The first two hold no order in memory, so a position in them is a few integers; an order by quality
+holds a number a row.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import numpy as np
+
+from stepwell.types import DataError
 
 NUM_ROUNDS = 6
 
@@ -55,23 +59,85 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def choose_sources(
-    weights: Sequence[float], counts: Sequence[int], num_samples: int
-) -> tuple[np.ndarray, list[int]]:
+    weights: Sequence[float],
+    counts: Sequence[int],
+    num_samples: int,
+    caps: Sequence[int | None] | None = None,
+    since: Sequence[int] | None = None,
+) -> tuple[np.ndarray, list[int], list[int]]:
     """Deals the next samples to sources: each goes where the share falls most behind its weight.
 
-    weights sum to 1; counts: samples dealt to each source so far. Returns the sources (int64) and
-    the counts after. A source's count stays within 1 of weight * samples for two sources, and
-    within the number of sources for more.
+    counts: samples dealt to each source so far. caps: how many it may be dealt in all; what has as
+    many leaves its weight to the others, in proportion. since: the counts when that happened last
+    (zeros where it has not), from which on shares are counted.
+    Returns the sources (int64), the counts after and `since` after. Since then a source's count
+    stays within 1 of its share of the samples for two sources, and within the number of sources for
+    more. Raises DataError when all have reached their caps.
     """
     counts = list(counts)
-    if len(counts) == 1:
-        return np.zeros(num_samples, np.int64), [counts[0] + num_samples]
-    dealt = sum(counts)
+    limits = [math.inf if cap is None else cap for cap in caps or [None] * len(counts)]
+    since = list(since) if since is not None else [0] * len(counts)
     sources = np.empty(num_samples, np.int64)
-    numbers = range(len(counts))
-    for j in range(num_samples):
+    done = 0
+    while done < num_samples:
+        active = [k for k, count in enumerate(counts) if count < limits[k]]
+        if not active:
+            raise DataError(
+                f"every source has been read max_epochs times, after {sum(counts):,} rows; raise "
+                "max_epochs of one, or leave it out"
+            )
+        done = _deal(weights, active, counts, since, limits, sources, done)
+        if any(counts[k] >= limits[k] for k in active):
+            since = list(counts)
+    return sources, counts, since
+
+
+def _deal(
+    weights: Sequence[float],
+    active: Sequence[int],
+    counts: list[int],
+    since: Sequence[int],
+    limits: Sequence[float],
+    sources: np.ndarray,
+    start: int,
+) -> int:
+    """Fills `sources` from `start` on, until one of the active sources reaches its limit; returns
+    how far it has come."""
+    stop = len(sources)
+    if len(active) == 1:
+        (only,) = active
+        stop = int(min(stop, start + limits[only] - counts[only]))
+        sources[start:stop] = only
+        counts[only] += stop - start
+        return stop
+    total = sum(weights[k] for k in active)
+    shares = [(k, weights[k] / total, since[k]) for k in active]
+    dealt = sum(counts[k] - since[k] for k in active)
+    for j in range(start, stop):
         dealt += 1
-        best = max(numbers, key=lambda k: weights[k] * dealt - counts[k])
+        best, most = -1, -math.inf
+        for k, share, before in shares:
+            behind = share * dealt - (counts[k] - before)
+            if behind > most:
+                best, most = k, behind
         counts[best] += 1
         sources[j] = best
-    return sources, counts
+        if counts[best] >= limits[best]:
+            return j + 1
+    return stop
+
+
+def window_scores(
+    doc_starts: np.ndarray, doc_scores: np.ndarray, num_rows: int, seq_len: int
+) -> np.ndarray:
+    """float64 (num_rows,): the mean score of the tokens of each window of seq_len, where document i
+    holds the tokens doc_starts[i] to doc_starts[i + 1]."""
+    sums = np.concatenate([[0.0], np.cumsum(np.diff(doc_starts) * doc_scores.astype(np.float64))])
+    edges = np.arange(num_rows + 1) * seq_len
+    return np.diff(np.interp(edges, doc_starts, sums)) / seq_len
+
+
+def ascending(scores: np.ndarray, *key: int) -> np.ndarray:
+    """int64: the indices of `scores` from the lowest to the highest; equal ones in a pseudo-random
+    order that `key` (seed, epoch) decides."""
+    return np.lexsort((permute(np.arange(len(scores)), len(scores), *key), scores))

@@ -2,8 +2,9 @@
 
 A store is a folder: `tokens-00000.bin` (uint16 or uint32 by vocabulary size), `docs-00000.idx`
 (uint64: where each document starts in its shard, then the shard's length), optionally
-`mask-00000.bin` (uint8, 1 where a token is trained on), and `manifest.json` with the sizes and
-sha256 of all of them. Documents never cross shards.
+`mask-00000.bin` (uint8, 1 where a token is trained on) and `scores-00000.bin` (float32: how good
+each document is), and `manifest.json` with the sizes and sha256 of all of them. Documents never
+cross shards.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ VERIFIED_BYTES = 4 << 30  # a few seconds at the 1 to 2 GB/s of sha256
 class StoreWriter:
     """Writes a store. As a context manager it closes at the end and leaves nothing on an error.
 
-    Raises DataError for an existing folder, a full disk, ids outside the vocabulary, and a mask
-    whose length differs from its document's.
+    Raises DataError for an existing folder, a full disk, ids outside the vocabulary, a mask whose
+    length differs from its document's, and a score that is not finite in float32.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class StoreWriter:
         vocab_size: int,
         with_mask: bool = False,
         shard_tokens: int = SHARD_TOKENS,
+        with_scores: bool = False,
     ):
         self.folder = Path(folder)
         self.vocab_size = vocab_size
         self.with_mask = with_mask
+        self.with_scores = with_scores
         self.dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         self.num_docs = 0
         self.num_tokens = 0
@@ -59,8 +62,14 @@ class StoreWriter:
         self._temporary = begin_folder(self.folder)
         self._open = True
 
-    def add(self, ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray | None = None):
-        """Appends one document; mask: 1 for each token that is trained on."""
+    def add(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        mask: Sequence[int] | np.ndarray | None = None,
+        score: float | None = None,
+    ) -> None:
+        """Appends one document; mask: 1 for each token that is trained on; score: its quality, on
+        any scale, the higher the better."""
         values = np.asarray(ids)
         if values.size == 0:
             raise DataError(f"document {self.num_docs} of {self.folder} has no tokens")
@@ -75,6 +84,16 @@ class StoreWriter:
                 f"document {self.num_docs} comes {'with' if mask is not None else 'without'} a "
                 f"mask, but the store was made with with_mask={self.with_mask}"
             )
+        if (score is not None) != self.with_scores:
+            raise DataError(
+                f"document {self.num_docs} comes {'with' if score is not None else 'without'} a "
+                f"score, but the store was made with with_scores={self.with_scores}"
+            )
+        if score is not None and not np.isfinite(np.float32(score)):
+            raise DataError(
+                f"document {self.num_docs} has the score {score}, which is not a finite float32; "
+                "give those that cannot be scored the lowest score"
+            )
         mask_array = None if mask is None else np.asarray(mask, dtype=np.uint8)
         if mask_array is not None and len(mask_array) != len(values):
             raise DataError(
@@ -83,7 +102,7 @@ class StoreWriter:
             )
         with clean_disk_errors(self.folder):
             try:
-                self._write(values.astype(self.dtype), mask_array)
+                self._write(values.astype(self.dtype), mask_array, score)
             except OSError:
                 self.abort()
                 raise
@@ -124,15 +143,17 @@ class StoreWriter:
         elif self._open:
             self.abort()
 
-    def _write(self, values: np.ndarray, mask: np.ndarray | None) -> None:
+    def _write(self, values: np.ndarray, mask: np.ndarray | None, score: float | None) -> None:
         full = self._shard is not None and (
             self._shard.num_tokens + len(values) > self._shard_tokens
         )
         if full:
             self._finish_shard()
         if self._shard is None:
-            self._shard = _OpenShard(self._temporary, len(self._shards), self.with_mask)
-        self._shard.add(values, mask)
+            self._shard = _OpenShard(
+                self._temporary, len(self._shards), self.with_mask, self.with_scores
+            )
+        self._shard.add(values, mask, score)
 
     def _finish_shard(self) -> None:
         if self._shard is None:
@@ -157,6 +178,7 @@ class StoreWriter:
             "num_docs": self.num_docs,
             "num_tokens": self.num_tokens,
             "with_mask": self.with_mask,
+            "with_scores": self.with_scores,
             "shards": self._shards,
             "files": self._files,
         }
@@ -189,26 +211,33 @@ class _HashedFile:
 
 
 class _OpenShard:
-    def __init__(self, folder: Path, number: int, with_mask: bool):
+    def __init__(self, folder: Path, number: int, with_mask: bool, with_scores: bool):
         self._tokens = _HashedFile(folder / f"tokens-{number:05d}.bin")
         self._mask = _HashedFile(folder / f"mask-{number:05d}.bin") if with_mask else None
         self._index_path = folder / f"docs-{number:05d}.idx"
+        self._scores_path = folder / f"scores-{number:05d}.bin" if with_scores else None
         self.starts = [0]
+        self._scores: list[float] = []
 
     @property
     def num_tokens(self) -> int:
         return self.starts[-1]
 
-    def add(self, values: np.ndarray, mask: np.ndarray | None) -> None:
+    def add(self, values: np.ndarray, mask: np.ndarray | None, score: float | None) -> None:
         self._tokens.write(values)
+        if score is not None:
+            self._scores.append(score)
         if self._mask is not None and mask is not None:
             self._mask.write(mask)
         self.starts.append(self.num_tokens + len(values))
 
     def close(self) -> dict[str, dict[str, Any]]:
-        index = _HashedFile(self._index_path)
+        index, scores = _HashedFile(self._index_path), None
         index.write(np.array(self.starts, dtype=np.uint64))
-        files = [f for f in (self._tokens, self._mask, index) if f is not None]
+        if self._scores_path is not None:
+            scores = _HashedFile(self._scores_path)
+            scores.write(np.array(self._scores, dtype=np.float32))
+        files = [f for f in (self._tokens, self._mask, index, scores) if f is not None]
         return {f.path.name: f.close() for f in files}
 
     def abandon(self) -> None:
@@ -227,6 +256,7 @@ class TokenStore:
         self.num_tokens: int = manifest["num_tokens"]
         self.vocab_size: int = manifest["vocab_size"]
         self.with_mask: bool = manifest["with_mask"]
+        self.with_scores: bool = manifest.get("with_scores", False)
         numbers = range(len(manifest["shards"]))
         dtype = np.dtype(manifest["dtype"])
         self._tokens = [np.memmap(folder / f"tokens-{n:05d}.bin", dtype, "r") for n in numbers]
@@ -236,6 +266,11 @@ class TokenStore:
         self._masks = (
             [np.memmap(folder / f"mask-{n:05d}.bin", np.uint8, "r") for n in numbers]
             if self.with_mask
+            else []
+        )
+        self._scores = (
+            [np.memmap(folder / f"scores-{n:05d}.bin", np.float32, "r") for n in numbers]
+            if self.with_scores
             else []
         )
         self._first_token = _running_sum(s["tokens"] for s in manifest["shards"])
@@ -269,6 +304,14 @@ class TokenStore:
                 _check_content(folder / name, expected, manifest)
         return cls(folder, manifest)
 
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that tell stores of different content apart, wherever they lie."""
+        parts = (
+            f"{name} {file['sha256']}\n" for name, file in sorted(self.manifest["files"].items())
+        )
+        return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
+
     def doc(self, i: int) -> np.ndarray:
         """The ids of document `i`, a read-only view of dtype uint16 or uint32."""
         shard, local = self._locate_doc(i)
@@ -286,6 +329,16 @@ class TokenStore:
     def doc_lengths(self) -> np.ndarray:
         """int64 (num_docs,): tokens of each document."""
         return np.concatenate([np.diff(starts) for starts in self._starts])
+
+    def doc_scores(self) -> np.ndarray:
+        """float32 (num_docs,): the quality of each document. Raises DataError for a store that was
+        written without."""
+        if not self.with_scores:
+            raise DataError(
+                f"the store {self.folder} has no scores of its documents; write it anew with them "
+                "(StoreWriter(..., with_scores=True)), or read it in another order"
+            )
+        return np.concatenate([scores.view(np.ndarray) for scores in self._scores])
 
     def trained_tokens(self, max_length: int) -> np.ndarray:
         """int64 (num_docs,): trained tokens of each document's first `max_length`, without the

@@ -27,7 +27,14 @@ from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.probe import LayerRow, layer_table, probe_step
 from stepwell.train.session import MACHINE, OWN, join, machine
-from stepwell.train.streams import Stream, batch_number, open_rows, open_windows, stream_name
+from stepwell.train.streams import (
+    Stream,
+    batch_number,
+    mixture,
+    open_rows,
+    open_windows,
+    stream_name,
+)
 from stepwell.train.weights import initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, TrainingError
 
@@ -225,23 +232,25 @@ class Feed:
 
     def __init__(self, run: Run, folder: Path, engine: Engine, states: dict[str, Any]):
         self.run, self.folder, self.engine, self.states = run, folder, engine, states
-        self.streams: dict[str, Stream] = {}
+        self.stream: Stream | None = None
+        self.name = ""
 
     def next(self) -> Batch:
         """This rank's rows of the next step, without what a rewind has left out."""
         name = stream_name(self.run, self.engine.step)
-        if name not in self.streams:
-            self.streams[name] = self._open(name)
-        for batch, state in self.streams[name]:
+        if self.stream is None or name != self.name:
+            self.stream, self.name = self._open(name), name
+        for batch, state in self.stream:
+            self.states[name] = state
             if not self.engine.guard.is_jumped(name, batch_number(state, self.run)):
                 return batch
         raise DataError(f"the stream {name!r} has ended")
 
     def _open(self, name: str) -> Stream:
-        run, mesh, state = self.run, self.engine.mesh, self.states.get(name)
+        run, mesh = self.run, self.engine.mesh
         if name == "rows":
             assert run.data.tokenizer is not None, "sft runs have one"
             tokenizer = Tokenizer.load(run.data.tokenizer)
             store = TokenStore.open(self.folder / "data", tokenizer)
-            return open_rows(run, mesh, store, state, tokenizer.pad_id)
-        return open_windows(run, mesh, open_stores(run, getattr(run.data, name)), state)
+            return open_rows(run, mesh, store, self.states.get(name), tokenizer.pad_id)
+        return open_windows(run, mesh, name, open_stores(run, mixture(run, name)), self.states)

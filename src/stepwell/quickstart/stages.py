@@ -54,7 +54,8 @@ def curate(state: Quickstart) -> dict[str, Any]:
     """The standard library's code and prose; every drop is counted with its reason."""
     from stepwell.data.dedup.exact import exact_dedup
     from stepwell.data.pipeline import drop_if, run_pipeline
-    from stepwell.data.quality import code_quality, gopher_quality
+    from stepwell.data.quality.code import code_quality
+    from stepwell.data.quality.gopher import gopher_quality
     from stepwell.data.sources import stdlib_code, stdlib_prose
 
     folder = state.root / "curated"
@@ -132,7 +133,7 @@ def pretrain_run(state: Quickstart) -> Run:
         "pretrain",
         **{
             "data.sources": mixture(0.7, 0.3),
-            "data.decay_sources": mixture(0.3, 0.7),
+            "data.stages": [{"phase": "decay", "sources": mixture(0.3, 0.7)}],
             "data.heldout": [{"path": str(stores / "heldout")}],
             "data.tokenizer": str(state.root / "tokenizer"),
         },

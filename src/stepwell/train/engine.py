@@ -47,8 +47,9 @@ from stepwell.train.global_batch import (
 from stepwell.train.guard import TAKEN, Guard, Verdict
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
-from stepwell.train.optim import build_optimizer, clip, grad_norm, lr_fraction, set_lr
+from stepwell.train.optim import build_optimizer, clip, grad_norm, set_lr
 from stepwell.train.release import GradientRelease
+from stepwell.train.schedule import lr_fraction
 from stepwell.train.shadow import compare
 from stepwell.train.update_norm import predicted_update_norm
 from stepwell.types import CheckpointError, Completion, TrainingError

@@ -1,4 +1,4 @@
-"""The optimiser, its learning-rate schedule and the gradient norm.
+"""The optimiser and the gradient norm.
 
 AdamW (1711.05101) for everything, also with 8-bit moments, or Muon (2502.16982) for the hidden
 matrices with AdamW for the rest. State is addressed by global parameter names, so a checkpoint
@@ -11,60 +11,20 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from stepwell.config import OptimConfig, ScheduleConfig
+from stepwell.config import OptimConfig
 from stepwell.parallel.init import global_name, local_part
 from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.muon import Muon
 from stepwell.types import CheckpointError, ConfigError
 
 SLOTS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-
-
-def lr_fraction(schedule: ScheduleConfig, step: int, total_steps: int) -> float:
-    """The learning rate of step `step` (0 is the first) as a fraction of its peak.
-
-    Warm-up is linear and never 0: (step + 1) / warmup_steps. A decay of D steps that begins at
-    step s follows its shape at p = (step - s) / D, so it would reach final_fraction at step s + D,
-    the first one that is not taken. 1-sqrt: 1 - sqrt(p) (2405.18392, eq. 3).
-    """
-    if step < schedule.warmup_steps:
-        return (step + 1) / schedule.warmup_steps
-    start, shape = _decay(schedule, total_steps)
-    if step < start or shape == "none":
-        return 1.0
-    p = min((step - start) / max(total_steps - start, 1), 1.0)
-    remaining = {
-        "1-sqrt": 1.0 - math.sqrt(p),
-        "linear": 1.0 - p,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * p)),
-    }[shape]
-    return schedule.final_fraction + (1.0 - schedule.final_fraction) * remaining
-
-
-def phase(
-    schedule: ScheduleConfig, step: int, total_steps: int
-) -> Literal["warmup", "stable", "decay"]:
-    """Which part of the schedule step `step` belongs to."""
-    if step < schedule.warmup_steps:
-        return "warmup"
-    start, shape = _decay(schedule, total_steps)
-    return "stable" if step < start or shape == "none" else "decay"
-
-
-def _decay(schedule: ScheduleConfig, total_steps: int) -> tuple[int, str]:
-    """The step at which the decay begins, and its shape ("none" when there is no decay)."""
-    if schedule.kind == "wsd" and schedule.decay_steps:
-        return total_steps - schedule.decay_steps, schedule.decay_shape
-    if schedule.kind in ("linear", "cosine"):
-        return schedule.warmup_steps, schedule.kind
-    return total_steps, "none"
 
 
 @dataclass(frozen=True)

@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
-from stepwell.config import Run
+from stepwell.config import Run, SourceConfig
 from stepwell.data.batch import Batch
-from stepwell.data.loader import State, packed_stream, pretrain_stream
+from stepwell.data.curriculum import Supply, check_supply, rows_given, spans, streams_of
+from stepwell.data.loader import State, epoch_rows, packed_stream, pretrain_stream
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
-from stepwell.train.optim import phase
 
 Stream = Iterator[tuple[Batch, State]]
+Stores = Sequence[tuple[TokenStore, float]]
 
 
 def stream_name(run: Run, step: int) -> str:
-    """What this step reads: "rows" in sft, else "sources" or "decay_sources" of the mixtures."""
+    """What this step (0 is the first) reads: "rows" in sft, else "sources" or the stage that
+    applies, e.g. "stages.0"."""
     if run.method.kind == "sft":
         return "rows"
-    in_decay = phase(run.optim.schedule, step, run.train.steps) == "decay"
-    return "decay_sources" if in_decay and run.data.decay_sources else "sources"
+    found = spans(run.data, run.optim.schedule, run.train.steps)
+    return next((s.name for s in found if s.first <= step < s.stop), found[-1].name)
+
+
+def mixture(run: Run, name: str) -> tuple[SourceConfig, ...]:
+    """The sources of the stream `name`."""
+    return streams_of(run.data)[name]
 
 
 def open_windows(
-    run: Run, mesh: Mesh, stores: Sequence[tuple[TokenStore, float]], state: State | None
+    run: Run, mesh: Mesh, name: str, stores: Stores, states: Mapping[str, State]
 ) -> Stream:
-    """Windows of weighted stores, as pretraining reads them."""
+    """Windows of weighted stores, as pretraining reads them: the stream `name`, from its place in
+    `states`, each store after what the run's other streams have read of it. It must be opened anew
+    whenever another one has been read."""
+    given = rows_given(states, but=name)
     return pretrain_stream(
-        stores, state=state, document_mask=run.data.document_mask, **_shared(run, mesh)
+        stores,
+        state=states.get(name),
+        document_mask=run.data.document_mask,
+        max_epochs=[source.max_epochs for source in mixture(run, name)],
+        seen=[given.get(store.fingerprint, 0) for store, _ in stores],
+        **_shared(run, mesh),
     )
+
+
+def check_epochs(
+    run: Run, stores: Mapping[str, Stores], states: Mapping[str, State], step: int
+) -> None:
+    """Raises ConfigError if `max_epochs` ends the data before the run ends, which goes on from
+    `states` at `step`. stores: of every stream, by its name."""
+    seq_len, rows = run.data.seq_len, run.train.global_batch_rows
+    supplies = {
+        name: [
+            Supply(
+                store.fingerprint,
+                source.weight,
+                inf if source.max_epochs is None else epoch_rows(store, seq_len, source.max_epochs),
+            )
+            for (store, _), source in zip(stores[name], sources, strict=True)
+        ]
+        for name, sources in streams_of(run.data).items()
+    }
+    found = spans(run.data, run.optim.schedule, run.train.steps)
+    check_supply(found, supplies, seq_len, rows, states, step)
 
 
 def open_rows(run: Run, mesh: Mesh, store: TokenStore, state: State | None, pad_id: int) -> Stream:
@@ -49,5 +86,5 @@ def _shared(run: Run, mesh: Mesh) -> dict[str, Any]:
         "rank": mesh.data_rank,
         "world": mesh.data_world,
         "seed": run.train.seed,
-        "shuffle": run.data.shuffle,
+        "order": run.data.order,
     }
