@@ -1,0 +1,88 @@
+"""What a finished corpus is remembered by, so that later documents that repeat it can go.
+
+A folder: `index.json` (how the sketches were made) and `sketches.arrow` (a row for each document
+that stayed: its name, signature, shingles and set digest).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from stepwell.data.files import new_folder
+from stepwell.data.steps import read_batches
+from stepwell.types import ConfigError, DataError
+
+VERSION = 1
+ABOUT, SKETCHES = "index.json", "sketches.arrow"
+COLUMNS = ("name", "signature", "shingles", "set_digest")
+
+
+def save_index(
+    path: str | Path, batches: Iterable[pa.RecordBatch], made_with: dict[str, Any]
+) -> None:
+    """Writes an index, in place of an index of that name (so that a decision can be taken again).
+
+    batches: of COLUMNS. Raises DataError if something else has that name.
+    """
+    target = Path(path)
+    if target.exists() and not (target / ABOUT).exists():
+        raise DataError(
+            f"{target} exists and is no dedup index (it has no {ABOUT}); choose another name"
+        )
+    new = target.with_name(f"{target.name}.new")
+    if new.exists():
+        shutil.rmtree(new)
+    with new_folder(new) as folder:
+        num_docs = _write(folder / SKETCHES, batches)
+        about = {"version": VERSION, "num_docs": num_docs, "made_with": made_with}
+        (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+    if target.exists():
+        shutil.rmtree(target)
+    os.rename(new, target)
+
+
+def load_index(path: str | Path, made_with: dict[str, Any]) -> list[pa.RecordBatch]:
+    """The batches of COLUMNS, memory-mapped.
+
+    Raises DataError for a folder that is no index, ConfigError where it was made otherwise than
+    `made_with`: signatures and shingles could not be compared.
+    """
+    folder = Path(path)
+    if not (folder / ABOUT).is_file() or not (folder / SKETCHES).is_file():
+        raise DataError(
+            f"against: {folder} is no dedup index; a fuzzy-dedup step with save_index writes one"
+        )
+    about = json.loads((folder / ABOUT).read_text("utf-8"))
+    if about.get("version") != VERSION:
+        raise DataError(
+            f"{folder} is an index of version {about.get('version')}, this is version {VERSION}; "
+            "make it again from its documents"
+        )
+    for key, value in made_with.items():
+        if about["made_with"].get(key) != value:
+            raise ConfigError(
+                f"against: the index {folder} was made with {key} = "
+                f"{about['made_with'].get(key)!r}, the step has {value!r}; set the step's {key} to "
+                "the index's, or make the index again"
+            )
+    return read_batches(folder / SKETCHES)
+
+
+def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
+    num_docs, writer = 0, None
+    with pa.OSFile(str(path), "wb") as file:
+        for batch in batches:
+            writer = writer or pa.ipc.new_file(file, batch.schema)
+            writer.write(batch)
+            num_docs += batch.num_rows
+        if writer is None:
+            raise DataError("no document is left, so there is nothing to save an index of")
+        writer.close()
+    return num_docs
