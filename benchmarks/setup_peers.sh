@@ -20,7 +20,19 @@ make_env() { # name, packages...
   touch "$env/complete"
 }
 
+make_light_env() { # name, packages...; without torch
+  local env="$folder/$1"
+  shift
+  [ -e "$env/complete" ] && return
+  echo "Setting up $env"
+  python3 -m venv "$env"
+  "$env/bin/pip" install --quiet --disable-pip-version-check "$@"
+  touch "$env/complete"
+}
+
 mkdir -p "$folder"
 make_env trl transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
 make_env litgpt litgpt==0.5.13
 make_env torchtitan torchtitan==0.3.0 triton
+make_light_env datatrove datatrove==0.10.0 spacy==3.8.18 nltk==3.10.4 tldextract regex xxhash \
+  fasttext-community

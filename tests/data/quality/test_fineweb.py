@@ -1,0 +1,57 @@
+import pytest
+
+from stepwell.data.batches import to_batch
+from stepwell.data.quality.fineweb import FineWeb, fineweb_quality
+from stepwell.types import Document
+
+LINES = [f"This is line number {i}, and it has words enough to be long." for i in range(20)]
+GOOD = "\n".join(LINES)
+
+
+def with_lines(num: int, line: str, total: int = 100) -> str:
+    return "\n".join([line.format(i) for i in range(num)] +
+                     [LINES[0] + f" It is {i}." for i in range(total - num)])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (GOOD, None),
+        (" \n\n ", ("fineweb_empty", "")),
+        (with_lines(88, "no end to this line, which is long enough {}"), None),
+        (with_lines(89, "no end to this line, which is long enough {}"),
+         ("fineweb_unpunctuated_lines", "0.11 < 0.12")),
+        (with_lines(67, "{:029}."), None),
+        (with_lines(68, "{:029}."), ("fineweb_short_lines", "0.68 > 0.67")),
+        (GOOD + "\n" + LINES[3], ("fineweb_duplicate_lines", "0.04723 > 0.01")),
+        ("\n".join(f"One more {'x' * 30}{i}." for i in range(9)), None),
+        ("\n".join(f"Few {'x' * 30}{i}." for i in range(9)),
+         ("fineweb_newlines", "0.4444 > 0.3")),
+        ("水是深的井里的水很冷石头在那里我们有水。\n", ("fineweb_short_lines", "1 > 0.67")),
+    ],
+)  # fmt: skip
+def test_each_rule_has_its_reason_on_both_sides(text, verdict):
+    assert fineweb_quality(text) == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "knobs"),
+    [
+        (with_lines(89, "no end to this line, which is long enough {}"),
+         {"min_punctuated_lines": 0.11}),
+        (with_lines(68, "{:029}."), {"max_short_lines": 0.68}),
+        (with_lines(68, "{:029}."), {"short_line_chars": 29}),
+        (GOOD + "\n" + LINES[3], {"max_duplicate_line_chars": 0.05}),
+        ("\n".join(f"Few {'x' * 30}{i}." for i in range(9)), {"max_newlines_per_word": 0.5}),
+    ],
+)  # fmt: skip
+def test_every_knob_changes_a_verdict(text, knobs):
+    assert fineweb_quality(text) is not None
+    assert fineweb_quality(text, FineWeb(**knobs)) is None
+
+
+def test_the_step():
+    docs = [Document("0", GOOD, "web"), Document("1", "", "web")]
+    outcome = FineWeb()(to_batch(docs, 0))
+    assert outcome.kept["id"].to_pylist() == ["0"]
+    assert outcome.removed["reason"].to_pylist() == ["fineweb_empty"]
