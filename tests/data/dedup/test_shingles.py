@@ -1,5 +1,6 @@
 import re
 import unicodedata
+from collections.abc import Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from stepwell.data.dedup.shingles import (
 )
 
 
-def plain_words(text: str) -> list[str]:
+def plain_words(text: str) -> Sequence[str]:
     """The definition, a character at a time."""
     folded = unicodedata.normalize("NFKC", text).lower() if not text.isascii() else text.lower()
     spaced = []

@@ -29,7 +29,7 @@ from stepwell.data.dedup.decision import (
     write_removed,
     write_summary,
 )
-from stepwell.data.dedup.index import COLUMNS, load_index, save_index
+from stepwell.data.dedup.index import index_schema, load_index, save_index
 from stepwell.data.dedup.minhash import buckets, num_slots, p_candidate, signatures
 from stepwell.data.dedup.shingles import set_digests, shingle_sets
 from stepwell.data.dedup.sketches import Sets, Sketches
@@ -211,6 +211,8 @@ def _kept_rows(
         if first < num_known:
             continue
         rows = np.flatnonzero(kept[first : first + batch.num_rows])
-        columns = batch.select(["signature", "shingles", "set_digest"]).take(pa.array(rows))
-        own = pa.array(names.of(rows + first), pa.string())
-        yield pa.RecordBatch.from_arrays([own, *columns.columns], [*COLUMNS])
+        taken = batch.take(pa.array(rows))
+        columns = {"name": pa.array(names.of(rows + first), pa.string())}
+        columns |= {name: taken[name] for name in ("signature", "shingles", "set_digest")}
+        schema = index_schema(taken["signature"].type.list_size)
+        yield pa.RecordBatch.from_pydict(columns, schema)

@@ -21,7 +21,17 @@ from stepwell.types import ConfigError, DataError
 
 VERSION = 1
 ABOUT, SKETCHES = "index.json", "sketches.arrow"
-COLUMNS = ("name", "signature", "shingles", "set_digest")
+
+
+def index_schema(slots: int) -> pa.Schema:
+    return pa.schema(
+        [
+            ("name", pa.string()),
+            ("signature", pa.list_(pa.uint32(), slots)),
+            ("shingles", pa.large_list(pa.uint64())),
+            ("set_digest", pa.binary(16)),
+        ]
+    )
 
 
 def save_index(
@@ -29,7 +39,7 @@ def save_index(
 ) -> None:
     """Writes an index, in place of an index of that name (so that a decision can be taken again).
 
-    batches: of COLUMNS. Raises DataError if something else has that name.
+    batches: of `index_schema`; made_with: `FuzzyDedup.made_with`. Raises DataError if something else has that name.
     """
     target = Path(path)
     if target.exists() and not (target / ABOUT).exists():
@@ -40,7 +50,7 @@ def save_index(
     if new.exists():
         shutil.rmtree(new)
     with new_folder(new) as folder:
-        num_docs = _write(folder / SKETCHES, batches)
+        num_docs = _write(folder / SKETCHES, batches, index_schema(made_with["slots"]))
         about = {"version": VERSION, "num_docs": num_docs, "made_with": made_with}
         (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
     if target.exists():
@@ -49,7 +59,7 @@ def save_index(
 
 
 def load_index(path: str | Path, made_with: dict[str, Any]) -> list[pa.RecordBatch]:
-    """The batches of COLUMNS, memory-mapped.
+    """The batches, memory-mapped.
 
     Raises DataError for a folder that is no index, ConfigError where it was made otherwise than
     `made_with`: signatures and shingles could not be compared.
@@ -75,14 +85,10 @@ def load_index(path: str | Path, made_with: dict[str, Any]) -> list[pa.RecordBat
     return read_batches(folder / SKETCHES)
 
 
-def _write(path: Path, batches: Iterable[pa.RecordBatch]) -> int:
-    num_docs, writer = 0, None
-    with pa.OSFile(str(path), "wb") as file:
+def _write(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> int:
+    num_docs = 0
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
-            writer = writer or pa.ipc.new_file(file, batch.schema)
             writer.write(batch)
             num_docs += batch.num_rows
-        if writer is None:
-            raise DataError("no document is left, so there is nothing to save an index of")
-        writer.close()
     return num_docs
