@@ -1,5 +1,6 @@
 """Runs a global step as an executor does: shards in files, a sketch beside each, one decision."""
 
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ class Result:
     kept: dict[str, str]
     removed: list[dict]
     edits: list[dict]
+    summary: dict
 
     @property
     def gone(self) -> dict[str, str]:
@@ -38,6 +40,7 @@ def run_step(step: GlobalStep, docs: Sequence[Document], num_shards: int = 1) ->
         decision = folder / "decision"
         decision.mkdir()
         step.decide(shards, decision)
+        summary = json.loads((decision / "summary.json").read_text("utf-8"))
         outcomes = [step.apply(b, decision) for s in shards for b in _batches(s.documents)]
     rows = [row for o in outcomes for row in o.kept.to_pylist()]
     rows.sort(key=lambda row: row["key"])
@@ -51,6 +54,7 @@ def run_step(step: GlobalStep, docs: Sequence[Document], num_shards: int = 1) ->
             (row for o in outcomes for row in o.edits.to_pylist()),
             key=lambda row: (row["source"], row["id"], row["start"]),
         ),
+        summary,
     )
 
 

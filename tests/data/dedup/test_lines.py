@@ -5,7 +5,7 @@ from tests.global_steps import documents_of, run_step
 
 from stepwell.data.dedup.counting import repeated_hashes
 from stepwell.data.dedup.lines import LineDedup, ccnet_normalise, units
-from stepwell.data.sources import stdlib_prose
+from stepwell.data.sources.python_library import stdlib_prose
 from stepwell.types import Document
 
 A = "The first paragraph tells of a river that runs through three countries."

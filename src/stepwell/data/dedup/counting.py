@@ -55,7 +55,13 @@ def document_order(shards: Sequence[Shard]) -> Order:
     whole = pa.concat_tables([NAMES.empty_table(), *tables])
     whole = whole.append_column("digest", pa.chunked_array(digests, pa.uint64()))
     keys = [(name, "ascending") for name in ("source", "id", "digest", "key")]
-    order = pc.sort_indices(whole, sort_keys=keys).to_numpy().astype(np.int64)
+    order = (
+        pc.sort_indices(  # pyright: ignore[reportAttributeAccessIssue]
+            whole, sort_keys=keys
+        )
+        .to_numpy()
+        .astype(np.int64)
+    )
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(len(order))
     ends = np.cumsum(sizes)

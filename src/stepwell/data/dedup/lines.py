@@ -20,7 +20,7 @@ import pyarrow as pa
 import xxhash
 
 from stepwell.config import NonNegative, Positive
-from stepwell.data.batches import EDITS, Outcome, Removal, split, texts_of, with_texts
+from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.dedup.counting import (
     document_order,
     found_at,
@@ -28,6 +28,7 @@ from stepwell.data.dedup.counting import (
     repeated_hashes,
     text_digests,
 )
+from stepwell.data.dedup.cuts import Cuts, cut_out, merged
 from stepwell.data.dedup.exact import normalise
 from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
 
@@ -94,33 +95,18 @@ class LineDedup(GlobalStep):
         table, owners = read_table(folder / "cut.arrow"), read_table(folder / "owners.arrow")
         cut_hashes, owner_of = table["hash"].to_numpy(), table["owner"].to_numpy()
         owner_keys = owners["key"].to_numpy()
-        removals: list[Removal | None] = []
-        kept_texts, edits = [], []
-        for key, doc_id, source, text in zip(
-            *(batch[name].to_pylist() for name in ("key", "id", "source", "text")), strict=True
-        ):
+        cuts: list[Cuts | None] = []
+        for key, text in zip(batch["key"].to_pylist(), texts_of(batch), strict=True):
             spans, hashes = self._hashes(text)
             at = found_at(hashes, cut_hashes)
-            owner = owner_of[at] if len(owner_of) else at
-            own = (at >= 0) & (owner_keys[owner] == key) if len(owner_keys) else at >= 0
-            gone = np.flatnonzero((at >= 0) & ~own)
-            cuts = merged([spans[i] for i in gone])
-            kept = without(text, cuts)
-            removal = None
-            if cuts and not own.any() and len(kept.strip()) < self.min_kept_characters:
-                witness = owners["name"][int(owner[gone[0]])].as_py()
-                detail = (
-                    f"{len(kept.strip())} characters left of {len(text)}, below "
-                    f"{self.min_kept_characters}"
-                )
-                removal = Removal(f"{self.mode}_duplicates", detail, witness)
-            elif cuts:
-                rows = [(doc_id, source, self.kind, f"{self.mode}_duplicate", *c, "") for c in cuts]
-                edits += [dict(zip(EDITS.names, row, strict=True)) for row in rows]
-            removals.append(removal)
-            kept_texts.append(text if removal else kept)
-        outcome = split(with_texts(batch, kept_texts), self.kind, removals)
-        return Outcome(outcome.kept, outcome.removed, pa.RecordBatch.from_pylist(edits, EDITS))
+            found = np.flatnonzero(at >= 0)
+            owner = owner_of[at[found]]
+            own = owner_keys[owner] == key
+            gone = found[~own]
+            witness = owners["name"][int(owner[~own][0])].as_py() if len(gone) else ""
+            lost = merged([spans[i] for i in gone])
+            cuts.append(Cuts(lost, is_needed=bool(own.any()), witness=witness))
+        return cut_out(batch, self.kind, self.mode, cuts, self.min_kept_characters)
 
     def _hashes(self, text: str) -> tuple[list[tuple[int, int]], np.ndarray]:
         return unit_hashes(text, self.mode, self.min_characters, self.match)
@@ -153,24 +139,6 @@ def ccnet_normalise(text: str) -> str:
     """Lower case, digits as 0, without accents and punctuation (CCNet's `normalize`)."""
     text = "".join(c for c in unicodedata.normalize("NFD", text.lower()) if not _is_accent(c))
     return " ".join(DIGIT.sub("0", text).translate(PUNCTUATION).split())
-
-
-def merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending spans with those that touch or overlap joined."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return joined
-
-
-def without(text: str, cuts: Sequence[tuple[int, int]]) -> str:
-    """The text without ascending spans that don't overlap."""
-    starts = [0, *(stop for _, stop in cuts)]
-    stops = [*(start for start, _ in cuts), len(text)]
-    return "".join(text[a:b] for a, b in zip(starts, stops, strict=True))
 
 
 def _is_accent(character: str) -> bool:
