@@ -5,7 +5,7 @@ import pytest
 
 from stepwell.data.dedup.exact import exact_dedup
 from stepwell.data.pipeline import Report, drop_if, run_pipeline, stream_pipeline
-from stepwell.data.sources import rows
+from stepwell.data.sources.rows import rows
 from stepwell.types import DataError, Document, Dropped
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import tyro
 
 from stepwell.config import ModelConfig, Run
-from stepwell.types import CheckpointError, DataError, Document, Dropped, nearest
+from stepwell.types import CheckpointError, DataError, Document, Dropped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,10 +72,10 @@ def shown(things: Iterable[Thing], what: str, every_s: float = 0.5) -> Iterator[
 def read_documents(
     inputs: Sequence[str], text_column: str = "text"
 ) -> Iterator[Document | Dropped]:
-    """Documents of each input in order: `.jsonl`, `.jsonl.gz` and `.parquet` rows, a file of text
-    or code, those of a folder, a curated folder, or Python's own library by name.
+    """Documents of each input in order: files of rows, text, code, HTML or WARC, those of a folder,
+    a curated folder, or Python's own library by name. A file that can't be read is a Dropped.
 
-    Raises DataError for no input, and for one that cannot be read.
+    Raises DataError for no input, and for one that holds nothing to read.
     """
     if not inputs:
         raise DataError(
@@ -86,26 +86,12 @@ def read_documents(
 
 
 def _read_input(name: str, text_column: str) -> Iterable[Document | Dropped]:
-    from stepwell.data import sources
+    from stepwell.data.sources.pieces import open_source
+    from stepwell.data.sources.rows import rows
 
-    path = Path(name)
-    if name == "stdlib-code" and not path.exists():
-        return sources.stdlib_code()
-    if name == "stdlib-prose" and not path.exists():
-        return sources.stdlib_prose()
-    if (path / "kept.jsonl").is_file():
-        return sources.rows(path / "kept.jsonl", text_column)
-    if path.is_dir():
-        return sources.source_tree(path)
-    if not path.exists():
-        raise DataError(
-            f"there is no input {name!r}{nearest(name, PYTHON_SOURCES)}: give files of rows "
-            "(.jsonl, .jsonl.gz, .parquet), of text (.txt, .md, .rst) or of code, folders of text "
-            f"or code, or {' or '.join(PYTHON_SOURCES)}"
-        )
-    if path.suffix.lower() in sources.TEXT_SUFFIXES + sources.CODE_SUFFIXES:
-        return sources.text_files([path])
-    return sources.rows(path, text_column)
+    if (Path(name) / "kept.jsonl").is_file():
+        return rows(Path(name) / "kept.jsonl", text_column)
+    return open_source(name, text_column=text_column)
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepwell.data.chat import UnusableRow, render_chat, render_completion
 from stepwell.data.pipeline import Drops
-from stepwell.data.sources import Record, records
+from stepwell.data.sources.rows import Record, records
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Dropped, nearest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.data.chat import render_prompt
-from stepwell.data.sources import records
+from stepwell.data.sources.rows import records
 from stepwell.eval.grade import Prompt
 from stepwell.eval.tasks import MultipleChoice
 from stepwell.tokenizer import Tokenizer

@@ -56,7 +56,7 @@ def curate(state: Quickstart) -> dict[str, Any]:
     from stepwell.data.pipeline import drop_if, run_pipeline
     from stepwell.data.quality.code import code_quality
     from stepwell.data.quality.gopher import gopher_quality
-    from stepwell.data.sources import stdlib_code, stdlib_prose
+    from stepwell.data.sources.python_library import stdlib_code, stdlib_prose
 
     folder = state.root / "curated"
     if not folder.exists():

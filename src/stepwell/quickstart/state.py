@@ -93,7 +93,7 @@ class Quickstart:
 
 def documents(state: Quickstart) -> Iterator[Document]:
     """The curated documents, as they were written."""
-    from stepwell.data.sources import rows
+    from stepwell.data.sources.rows import rows
 
     kept = rows(state.root / "curated" / "kept.jsonl")
     for item in islice(kept, 0, None, state.plan.every):

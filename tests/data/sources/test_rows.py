@@ -6,15 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stepwell.data.sources import (
-    docstrings,
-    records,
-    rows,
-    source_tree,
-    stdlib_code,
-    stdlib_prose,
-    text_files,
-)
+from stepwell.data.sources.python_library import docstrings, stdlib_code, stdlib_prose
+from stepwell.data.sources.rows import records, rows
+from stepwell.data.sources.texts import text_files
+from stepwell.data.sources.trees import source_tree
 from stepwell.types import DataError, Document, Dropped
 
 

@@ -1,0 +1,176 @@
+"""Rows of Parquet files, a few at a time whatever their size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepwell.data.sources.opening import FREE_BYTES, FileFault, bomb, open_plain
+from stepwell.data.sources.rows import Record, document_of
+from stepwell.data.sources.spec import MIB, Piece, SourceSpec
+from stepwell.data.sources.texts import Item
+from stepwell.types import DataError, Dropped, nearest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+MAX_BATCH_ROWS = 256
+BATCH_BYTES = 32 * MIB
+# Writers end a dictionary at 1 MiB. One that is larger, or that shrank this much, may hold values
+# that are large and repeated, which decoding would multiply.
+DICTIONARY_BYTES = 1.5 * MIB
+DICTIONARY_RATIO = 50
+
+
+def parquet_records(path: Path) -> Iterator[Record]:
+    """All rows of a file of training data. Raises DataError for a damaged file."""
+    file = open_parquet(path)
+    number = 0
+    try:
+        for group in range(file.num_row_groups):
+            for batch in _batches(path, file, group):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Record(f"{path.name}:{number}", values)
+    except _faults() as error:
+        raise DataError(f"{path} cannot be read after row {number}: {error}") from error
+    if number == 0:
+        raise DataError(f"{path} holds no rows")
+
+
+def read_parquet(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
+    """The rows of row groups start to stop; a row without an id is named by its number. What is
+    damaged in a row group ends that one only.
+
+    Raises FileFault for a file that can't be opened, one without the text column, and where rows
+    become more than max_compression_ratio times what they take in the file.
+    """
+    file = open_parquet(piece.path)
+    try:
+        check_column(piece.path, file, spec.text_column)
+    except DataError as error:
+        raise FileFault(piece.path, "missing_column", str(error)) from error
+    counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    if not sum(counts):
+        raise FileFault(piece.path, "empty_file", "holds no rows")
+    left_bytes = FREE_BYTES + spec.max_compression_ratio * piece.size_bytes
+    for group in range(piece.start, min(piece.stop, file.num_row_groups)):
+        number = sum(counts[:group])
+        try:
+            for row, num_bytes in _rows(piece.path, file, group, spec.max_document_bytes):
+                left_bytes -= num_bytes
+                if left_bytes < 0:
+                    raise bomb(piece.path, spec.max_compression_ratio, piece.size_bytes)
+                number += 1
+                yield _item(row, num_bytes, f"{piece.name}:{number}", spec)
+        except FileFault:
+            raise
+        except _faults() as error:
+            last = sum(counts[: group + 1])
+            detail = f"rows {number + 1:,} to {last:,} cannot be read: {error}"
+            yield Dropped(f"{piece.name}:{number + 1}", spec.name, "damaged_file", detail[:500])
+
+
+def open_parquet(path: str | Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
+    """dictionaries: columns that are left as values and indices. Raises FileFault."""
+    import pyarrow.parquet as pq
+
+    with open_plain(path):
+        pass
+    try:
+        return pq.ParquetFile(
+            str(path), read_dictionary=list(dictionaries), pre_buffer=False, buffer_size=MIB
+        )
+    except _faults() as error:
+        detail = f"is not a Parquet file that can be read: {error}"
+        raise FileFault(path, "damaged_file", detail) from error
+
+
+def check_column(path: str | Path, file: pq.ParquetFile, column: str) -> None:
+    """Raises DataError for a file without the column."""
+    names = file.schema_arrow.names
+    if column not in names:
+        raise DataError(
+            f"{path} has no column {column!r}{nearest(column, names)}; it has {', '.join(names)}"
+        )
+
+
+Row = dict[str, Any] | None
+
+
+def _rows(path: str, file: pq.ParquetFile, group: int, max_bytes: int) -> Iterator[tuple[Row, int]]:
+    """The rows and their bytes; None for one above max_bytes."""
+    for batch in _batches(path, file, group):
+        sizes = _row_bytes(batch)
+        if max(sizes, default=0) <= max_bytes and sum(sizes) <= 2 * BATCH_BYTES:
+            yield from zip(batch.to_pylist(), sizes, strict=True)
+            continue
+        for i, size in enumerate(sizes):
+            yield batch.slice(i, 1).to_pylist()[0] if size <= max_bytes else None, size
+
+
+def _row_bytes(batch: pa.RecordBatch) -> list[int]:
+    """What each row's texts take; other columns count evenly."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kinds = (
+        pa.types.is_string, pa.types.is_large_string,
+        pa.types.is_binary, pa.types.is_large_binary,
+    )  # fmt: skip
+    total = np.zeros(batch.num_rows, np.int64)
+    for column in batch.columns:
+        words = column.dictionary if pa.types.is_dictionary(column.type) else column
+        if any(is_kind(words.type) for is_kind in kinds):
+            sizes = pc.call_function("binary_length", [words])
+            if words is not column:
+                sizes = sizes.take(column.indices)
+            total += pc.fill_null(sizes, 0).to_numpy(zero_copy_only=False)
+        else:
+            total += column.nbytes // max(1, batch.num_rows)
+    return total.tolist()
+
+
+def _item(row: Row, num_bytes: int, place: str, spec: SourceSpec) -> Item:
+    if row is None:
+        detail = f"the row has {num_bytes:,} bytes, above {spec.max_document_bytes:,}"
+        return Dropped(place, spec.name, "too_large", detail)
+    return document_of(Record(place, row), spec.text_column, spec.id_column, spec.name)
+
+
+def _batches(path: str | Path, file: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
+    """As many rows at a time as BATCH_BYTES may hold, by what the file says of them."""
+    about = file.metadata.row_group(group)
+    mean_bytes = about.total_byte_size / max(1, about.num_rows)
+    num_rows = max(1, min(MAX_BATCH_ROWS, int(BATCH_BYTES / max(1.0, mean_bytes))))
+    repeated = _large_dictionaries(file, group)
+    if repeated:
+        file = open_parquet(path, repeated)
+    yield from file.iter_batches(num_rows, row_groups=[group], use_threads=False)
+
+
+def _large_dictionaries(file: pq.ParquetFile, group: int) -> list[str]:
+    """Columns of text that are left as values and indices, to be looked at a row at a time."""
+    about = file.metadata.row_group(group)
+    found = []
+    for i in range(about.num_columns):
+        column = about.column(i)
+        if column.physical_type != "BYTE_ARRAY" or "." in column.path_in_schema:
+            continue
+        if not column.has_dictionary_page:
+            continue
+        size = column.data_page_offset - (column.dictionary_page_offset or 0)
+        ratio = column.total_uncompressed_size / max(1, column.total_compressed_size)
+        if size > DICTIONARY_BYTES or ratio > DICTIONARY_RATIO:
+            found.append(column.path_in_schema)
+    return found
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    import pyarrow as pa
+
+    return (OSError, pa.ArrowException, ValueError, KeyError, OverflowError)
