@@ -35,8 +35,38 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "Data": (
         Command(
             "curate",
-            "raw documents to cleaned ones, every drop counted with its reason",
+            "raw documents to token stores with a datasheet, every drop with its reason",
             "stepwell.commands.curate:main",
+        ),
+        Command(
+            "dedup",
+            "remove exact, near and partial duplicates, each with its witness",
+            "stepwell.commands.verbs:dedup",
+        ),
+        Command(
+            "langid",
+            "label documents with their language, and keep some",
+            "stepwell.commands.verbs:langid",
+        ),
+        Command(
+            "quality",
+            "drop what published rules take for noise",
+            "stepwell.commands.verbs:quality",
+        ),
+        Command(
+            "quality-filter",
+            "score documents with a classifier and keep the best",
+            "stepwell.commands.verbs:quality_filter",
+        ),
+        Command(
+            "pii",
+            "redact personal information",
+            "stepwell.commands.verbs:pii",
+        ),
+        Command(
+            "decontam",
+            "remove documents that hold a benchmark's items",
+            "stepwell.commands.verbs:decontam",
         ),
         Command(
             "tokenizer",
@@ -75,6 +105,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "export",
             "write a checkpoint as a Hugging Face folder",
             "stepwell.commands.export:main",
+        ),
+        Command(
+            "average",
+            "the mean of a run's last checkpoints, instead of a decay",
+            "stepwell.commands.average:main",
         ),
         Command("report", "a run's folder as one HTML page", "stepwell.commands.report:main"),
         Command(

@@ -1,72 +1,243 @@
-"""`stepwell curate INPUT ... --out FOLDER`."""
+"""`stepwell curate RECIPE.toml` and `stepwell curate INPUT ... --out FOLDER`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from stepwell.commands.inputs import Inputs, counted, parse_options, read_documents, shown
+import tyro
+
+from stepwell.commands.inputs import Inputs, Place, counted, parse_options
+from stepwell.types import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stepwell.data.pipeline import Report, Step
+    from stepwell.curate.plan import Plan
+    from stepwell.curate.recipe import Recipe
+    from stepwell.curate.run import Executor, Progress
+
+FILTERS = {"prose": ["gopher-quality"], "code": ["code-quality"], "none": []}
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
 
 @dataclass
 class Curate:
-    """Reads documents, drops what is no good, and counts every drop with its reason.
+    """Turns raw documents into cleaned ones and token stores, with a datasheet; every document that
+    goes has a reason. Takes a recipe (a TOML file, or the name of one that ships), or inputs.
 
-    Writes kept.jsonl, removed.jsonl (each with its reason) and report.json to a new folder.
-    """
+    Keys of a recipe follow as --steps.0.min_words 30 or --store.vocab_size 8192. A curation that
+    was interrupted goes on when the same command is given again."""
 
     inputs: Inputs
-    """Rows (.jsonl, .jsonl.gz, .parquet), files of text (.txt, .md, .rst) or code, folders of them;
-    stdlib-code, stdlib-prose."""
+    """A recipe; or rows (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), text, HTML, WARC and code files,
+    folders of them, stdlib-code, stdlib-prose."""
     out: str
-    """The new folder."""
+    """The folder that is written."""
     filters: Literal["prose", "code", "none"] = "prose"
-    """prose: Gopher's quality rules; code: those of Codex; none: only what is unreadable goes."""
+    """Of inputs. prose: Gopher's quality rules; code: those of Codex; none: only what is unreadable
+    goes."""
     no_dedup: bool = False
-    """Keep exact copies, which are dropped otherwise."""
+    """Of inputs: keep exact copies, which are dropped otherwise."""
     text_column: str = "text"
-    """The column that holds the text."""
+    """Of inputs: the column that holds the text."""
+    workers: Number = None
+    """Processes (or tasks at a time of another executor); without it, one a core."""
+    executor: Literal["local", "ray", "slurm"] = "local"
+    """local: processes of this machine; ray: a Ray cluster; slurm: writes the scripts of job
+    arrays. Of several machines, all must see the folder."""
+    ray_address: Place = None
+    """Of the Ray cluster; without it, RAY_ADDRESS, else this machine."""
+    fresh: bool = False
+    """Begin anew, whatever was done before."""
     json: bool = False
-    """Print the report as JSON."""
+    """Print the counts as JSON."""
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parse_options("curate", Curate, argv)
-    from stepwell.data.pipeline import run_pipeline
+    if argv[:1] == ["task"]:
+        from stepwell.curate.executors.slurm import run_array_element
 
-    documents = shown(read_documents(options.inputs, options.text_column), "documents")
-    report = run_pipeline(documents, steps_of(options), options.out)
-    print(json.dumps(report.to_json()) if options.json else report_text(report, options.out))
+        return run_array_element(argv[1:])
+    rest, overrides = split_overrides(argv)
+    options = parse_options("curate", Curate, rest)
+    recipe = recipe_of(options, overrides)
+    if options.executor == "slurm":
+        from stepwell.curate.executors.slurm import write_scripts
+
+        print(write_scripts(recipe, Path(options.out), options.workers))
+        return 0
+    executor = executor_of(options.executor, options.workers, options.ray_address)
+    return run(recipe, Path(options.out), executor, options.fresh, options.json)
+
+
+def run(recipe: Recipe, out: Path, executor: Executor, fresh: bool, as_json: bool) -> int:
+    """Curates, with a progress bar on a terminal, and prints what became of the documents."""
+    from stepwell.curate.plan import make_plan
+    from stepwell.curate.run import curate, read_curation
+
+    plan = make_plan(recipe)
+    try:
+        shown(curate(plan, out, executor, fresh), plan)
+    except KeyboardInterrupt:
+        print(
+            f"stepwell: interrupted; {out} holds what was finished, and the same command goes on "
+            "from there",
+            file=sys.stderr,
+        )
+        return 130
+    values = read_curation(out)
+    values["out"] = str(out)
+    print(json.dumps(values) if as_json else report_text(values, out))
     return 0
 
 
-def steps_of(options: Curate) -> list[tuple[str, Step]]:
-    from stepwell.data.dedup.exact import exact_dedup
-    from stepwell.data.pipeline import drop_if
-    from stepwell.data.quality import code_quality, gopher_quality
+def executor_of(name: str, workers: int | None, ray_address: str | None = None) -> Executor:
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers {workers} must be at least 1, the nearest legal value")
+    if name == "ray":
+        from stepwell.curate.executors.ray import RayExecutor
 
-    steps: list[tuple[str, Step]] = []
-    if options.filters == "prose":
-        steps.append(("gopher_quality", drop_if(gopher_quality)))
-    if options.filters == "code":
-        steps.append(("code_quality", drop_if(code_quality)))
+        return RayExecutor(ray_address, workers)
+    from stepwell.curate.executors.local import LocalExecutor
+
+    return LocalExecutor(workers or len(os.sched_getaffinity(0)))
+
+
+def recipe_of(options: Curate, overrides: dict[str, Any]) -> Recipe:
+    from stepwell.curate.recipe import Recipe
+
+    first = options.inputs[0] if options.inputs else ""
+    path = find_recipe(first)
+    if path is not None and len(options.inputs) == 1:
+        return Recipe.load(path, overrides)
+    if path is not None:
+        raise ConfigError(
+            f"{first} is a recipe, which names its sources itself; the nearest legal command has "
+            "no further inputs"
+        )
+    steps = [{"kind": kind} for kind in FILTERS[options.filters]]
     if not options.no_dedup:
-        steps.append(("exact_dedup", exact_dedup))
-    return steps
+        steps.append({"kind": "exact-dedup"})
+    return recipe_for(options.inputs, options.text_column, steps, overrides)
 
 
-def report_text(report: Report, folder: str) -> str:
-    kept = counted(report.kept.docs, "document")
-    lines = [
-        f"read {counted(report.read, 'record')}",
-        f"kept {kept}, {report.kept.size_text}: {folder}",
+def recipe_for(
+    inputs: Sequence[str],
+    text_column: str,
+    steps: Sequence[dict[str, Any]],
+    overrides: dict[str, Any],
+) -> Recipe:
+    """A recipe with a source for each input, called by the input's name."""
+    from stepwell.curate.recipe import Recipe
+
+    sources = [
+        {"name": name, "path": path, "text_column": text_column}
+        for name, path in zip(source_names(inputs), inputs, strict=True)
     ]
-    for step, drops in report.steps.items():
-        for reason, count in sorted(drops.by_reason.items(), key=lambda item: -item[1]):
-            lines.append(f"  dropped {count:>8,}  {step}: {reason}")
+    if not sources:
+        raise ConfigError(
+            "no input: give a recipe, files or folders, or stdlib-code or stdlib-prose for "
+            "Python's own"
+        )
+    return Recipe.parse({"sources": sources, "steps": list(steps)}, overrides, "the command line")
+
+
+def source_names(inputs: Sequence[str]) -> list[str]:
+    """The stem of each input, numbered where two have the same."""
+    names: list[str] = []
+    for text in inputs:
+        stem = Path(text).name.split(".")[0] or Path(text).absolute().name or "input"
+        same = sum(name == stem or name.startswith(f"{stem}-") for name in names)
+        names.append(f"{stem}-{same + 1}" if same else stem)
+    return names
+
+
+def find_recipe(name: str) -> Path | None:
+    """A TOML file, or a curation's recipe that ships with Stepwell."""
+    from importlib.resources import files
+
+    if Path(name).suffix == ".toml":
+        return Path(name)
+    shipped = Path(str(files("stepwell.recipes"))) / f"{name}.toml"
+    is_ours = name.startswith("curate-") and not Path(name).exists()
+    if is_ours and not shipped.is_file():
+        known = sorted(p.stem for p in shipped.parent.glob("curate-*.toml"))
+        raise ConfigError(f"there is no recipe {name!r}{nearest(name, known)}: {', '.join(known)}")
+    return shipped if is_ours else None
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """(the words that are no `--dotted.key value`, the keys with their texts)."""
+    rest: list[str] = []
+    overrides: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        key, given, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            rest.append(word)
+            continue
+        if not given:
+            value = next(words, "")
+            if not value:
+                raise ConfigError(f"--{key} needs a value")
+        overrides[key.replace("-", "_")] = value
+    return rest, overrides
+
+
+def shown(progress: Iterator[Progress], plan: Plan) -> None:
+    """A bar for each part of the work, where there is a terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.progress import Progress as Bars
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        for _ in progress:
+            pass
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=console) as bars:
+        tasks: dict[str, Any] = {}
+        width = shutil.get_terminal_size().columns // 2
+        for step in progress:
+            if step.part not in tasks:
+                tasks[step.part] = bars.add_task(step.part[:width], total=step.total)
+            bars.update(tasks[step.part], completed=step.done)
+
+
+def report_text(values: dict[str, Any], out: Path) -> str:
+    tally = values["tally"]
+    kept = [sum(column) for column in zip(*values["kept"].values(), strict=True)] or [0, 0]
+    lines = [
+        f"read {counted(sum(tally['read'].values()), 'record')}",
+        f"kept {counted(kept[0], 'document')}, {size_text(kept[1])}: {out}",
+    ]
+    for name, entry in tally["steps"].items():
+        for reason, count in sorted(entry["dropped"].items(), key=lambda item: -item[1]):
+            lines.append(f"  dropped {count:>8,}  {name}: {reason}")
+        for reason, count in sorted(entry["edits"].items(), key=lambda item: -item[1]):
+            lines.append(f"  changed {count:>8,}  {name}: {reason}")
+    if (out / "datasheet.html").exists():
+        lines.append(f"the datasheet: {out / 'datasheet.html'}")
     return "\n".join(lines)
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.2f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"

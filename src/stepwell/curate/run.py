@@ -1,0 +1,213 @@
+"""The whole of a curation, from a plan to a finished folder.
+
+    out/recipe.toml documents/ removed/ edits/ store/ curation.json datasheet.html
+
+`curation.json` comes last: a folder without it is not finished. Until then everything is in
+`out/.work`, and a curation that is started again goes on there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepwell.curate.outputs import publish
+from stepwell.curate.plan import Plan, differences, read_json, write_json, write_plan
+from stepwell.curate.tally import add_tallies
+from stepwell.curate.tasks import (
+    decide,
+    decision_folder,
+    is_done,
+    num_tasks,
+    shards_of,
+    stage_folder,
+    step_name,
+)
+from stepwell.data.files import clean_disk_errors
+from stepwell.train.lock import LOCK, folder_lock
+from stepwell.types import ConfigError, DataError, StepwellError
+
+WORK, CURATION = ".work", "curation.json"
+
+
+class Executor(Protocol):
+    def run(self, work: Path, stage: int, numbers: Sequence[int]) -> Iterator[int]:
+        """Runs tasks of a stage and gives their numbers as they end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A part of the work: `done` of `total` tasks."""
+
+    part: str
+    done: int
+    total: int
+
+
+def curate(plan: Plan, out: Path, executor: Executor, fresh: bool = False) -> Iterator[Progress]:
+    """Does what is not done yet, and yields how far it is. The result is `read_curation(out)`.
+
+    fresh: begin anew, whatever is in `out`. Raises ConfigError for a folder that holds something
+    else or another curation, DataError when no document is left, and what a step raises; what was
+    finished by then is kept.
+    """
+    check_folder(plan, out, fresh)
+    if (out / CURATION).exists() and not fresh:
+        return
+    work = out / WORK
+    with clean_disk_errors(out), _locked(out):
+        if fresh:
+            remove_results(out)
+        work.mkdir(exist_ok=True)
+        write_plan(plan, work)
+        for stage in plan.stages:
+            yield from _stage(plan, work, stage.number, executor)
+        yield Progress("writing", 0, 1)
+        counts = summary(plan, work)
+        if (num_read := sum(counts["tally"]["read"].values())) != accounted(counts):
+            raise StepwellError(
+                f"{num_read} records were read but {accounted(counts)} were kept or removed"
+            )
+        publish(plan, work, out, counts)
+        write_json(out / CURATION, counts)
+        shutil.rmtree(work)
+        yield Progress("writing", 1, 1)
+
+
+def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
+    """Raises ConfigError for an `out` that isn't a curation's, and for a finished one of another
+    plan."""
+    if not out.exists():
+        return
+    ours = (out / CURATION, out / WORK)
+    if not out.is_dir() or (any(out.iterdir()) and not any(path.exists() for path in ours)):
+        raise ConfigError(f"{out} exists already and is no curation; choose another name")
+    if (out / CURATION).exists() and not fresh:
+        was = read_curation(out)["fingerprint"]
+        if changed := differences(was, plan.to_dict()["fingerprint"]):
+            shown = "\n".join(f"  {line}" for line in changed[:8])
+            raise ConfigError(
+                f"{out} holds a finished curation of something else:\n{shown}\nchoose another "
+                "folder, or add --fresh to make it anew"
+            )
+
+
+def remove_results(out: Path) -> None:
+    (out / CURATION).unlink(missing_ok=True)
+    for path in out.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+def read_curation(out: Path) -> dict[str, Any]:
+    """Raises DataError for a folder that is no finished curation."""
+    if not (out / CURATION).is_file():
+        unfinished = (out / WORK).exists()
+        raise DataError(
+            f"{out} holds {'an unfinished' if unfinished else 'no'} curation"
+            f"{'; start it again to go on' if unfinished else ': it has no ' + CURATION}"
+        )
+    return read_json(out / CURATION)
+
+
+def summary(plan: Plan, work: Path) -> dict[str, Any]:
+    """All counts: {"fingerprint", "tally" (see `tally`), "kept": {source: [docs, bytes]},
+    "decisions": {step: its own numbers}}."""
+    tally = collect(plan, work)
+    decisions = {}
+    for stage in plan.stages:
+        path = decision_folder(work, stage.number) / "summary.json"
+        if stage.after is not None and path.exists():
+            decisions[step_name(*stage.after)] = read_json(path)
+    return {
+        "fingerprint": dict(plan.fingerprint),
+        "tally": tally,
+        "kept": kept_volumes(plan, tally),
+        "decisions": decisions,
+    }
+
+
+def collect(plan: Plan, work: Path) -> dict[str, Any]:
+    folders = [
+        folder
+        for stage in plan.stages
+        for folder in sorted(stage_folder(work, stage.number).glob("[0-9]*"))
+    ]
+    return add_tallies(read_json(folder / "tally.json") for folder in folders)
+
+
+def accounted(counts: Mapping[str, Any]) -> int:
+    """Documents that were kept or removed."""
+    kept = sum(docs for docs, _ in counts["kept"].values())
+    return kept + sum(sum(e["dropped"].values()) for e in counts["tally"]["steps"].values())
+
+
+def kept_volumes(plan: Plan, tally: dict[str, Any]) -> dict[str, list[int]]:
+    """What is left of each source: the last step's output where it was seen by one."""
+    kept: dict[str, list[int]] = {}
+    for entry in tally["steps"].values():
+        for source in entry["in"]:
+            kept[source] = entry["out"].get(source, [0, 0])
+    return kept
+
+
+def _stage(plan: Plan, work: Path, stage: int, executor: Executor) -> Iterator[Progress]:
+    total = num_tasks(plan, work, stage)
+    part = _part(plan, stage)
+    numbers = [n for n in range(total) if not is_done(work, stage, n)]
+    done = total - len(numbers)
+    yield Progress(part, done, total)
+    for _ in executor.run(work, stage, numbers):
+        done += 1
+        yield Progress(part, done, total)
+    if not shards_of(work, stage):
+        raise DataError(nothing_kept(plan, work))
+    after = plan.stages[stage].after
+    if after is not None:
+        yield Progress(f"{after[1].kind}: deciding", 0, 1)
+        decide(work, stage)
+        yield Progress(f"{after[1].kind}: deciding", 1, 1)
+
+
+def _part(plan: Plan, stage: int) -> str:
+    entry = plan.stages[stage]
+    first = ["read"] if stage == 0 else [entry.before[1].kind] if entry.before else []
+    return ", ".join([*first, *(step.kind for _, step in entry.steps)])
+
+
+def nothing_kept(plan: Plan, work: Path) -> str:
+    """Why nothing is left: each reason with its count and an example."""
+    tally = collect(plan, work)
+    num_read = sum(tally["read"].values())
+    lines = [
+        f"no document is left of {num_read:,} record{'' if num_read == 1 else 's'}, so "
+        f"{work.parent} was not written"
+    ]
+    for name, entry in tally["steps"].items():
+        for reason, count in sorted(entry["dropped"].items(), key=lambda pair: -pair[1]):
+            first = entry["examples"][reason][0]
+            detail = f": {first['detail']}" if first["detail"] else ""
+            lines.append(f"  dropped {count:>8,}  {name}: {reason}, e.g. {first['id']}{detail}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    made = not out.exists()
+    try:
+        with folder_lock(out):
+            yield
+    except DataError:
+        # Nothing is left of the documents: there is nothing to go on with.
+        shutil.rmtree(out / WORK, ignore_errors=True)
+        if made and out.is_dir() and not os.listdir(out):
+            out.rmdir()
+        raise

@@ -1,0 +1,162 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stepwell.curate.executors import local
+from stepwell.curate.executors.local import LocalExecutor
+from stepwell.curate.plan import make_plan
+from stepwell.curate.recipe import Recipe
+from stepwell.curate.run import WORK, curate, read_curation
+from stepwell.types import ConfigError, DataError, StepwellError
+from tests.curate import corpus
+
+
+def run(values, out, workers=1, fresh=False):
+    plan = make_plan(Recipe.parse(values))
+    return list(curate(plan, out, LocalExecutor(workers), fresh))
+
+
+@pytest.fixture
+def raw(tmp_path):
+    corpus.write(tmp_path / "raw")
+    return tmp_path / "raw"
+
+
+def test_every_record_is_kept_or_removed_with_its_reason(raw, tmp_path):
+    run(corpus.recipe(raw), tmp_path / "out")
+    values = read_curation(tmp_path / "out")
+    kept, removed = corpus.result(tmp_path / "out")
+    assert values["tally"]["read"] == {"a": 40, "b": 41}
+    assert len(kept) + len(removed) == 81
+    # b7 is longer than what it repeats, so it stays and a6 goes.
+    sizes = {source: [len(t) for s, _, t in kept if s == source] for source in ("a", "b")}
+    assert values["kept"] == {"a": [39, sum(sizes["a"])], "b": [38, sum(sizes["b"])]}
+    found = {(source, doc): (step, reason) for source, doc, step, reason, *_ in removed}
+    assert found["b", "b9"] == ("gopher-quality", "gopher_too_few_words")
+    assert found["b", "b3"] == found["a", "a6"] == ("exact-dedup", "exact_duplicate")
+    assert ("read", "broken_json") in found.values()
+    counted = {
+        reason: docs
+        for entry in values["tally"]["steps"].values()
+        for reason, docs in entry["dropped"].items()
+    }
+    assert counted == {"broken_json": 1, "gopher_too_few_words": 1, "exact_duplicate": 2}
+    assert not (tmp_path / "out" / WORK).exists()
+
+
+@pytest.mark.parametrize("more", [{"shard_bytes": 2000}, {"batch_bytes": 900}])
+def test_cutting_changes_nothing(raw, tmp_path, more):
+    run(corpus.recipe(raw), tmp_path / "whole")
+    run(corpus.recipe(raw, **more), tmp_path / "cut", workers=2)
+    assert corpus.result(tmp_path / "cut") == corpus.result(tmp_path / "whole")
+
+
+def test_a_step_is_about_its_sources_only(raw, tmp_path):
+    values = corpus.recipe(raw)
+    values["steps"] = [
+        {"kind": "gopher-quality", "min_words": 400, "sources": ["a"]},
+        {"kind": "exact-dedup", "sources": ["b"]},
+    ]
+    run({**values, "shard_bytes": 3000}, tmp_path / "out")
+    kept, removed = corpus.result(tmp_path / "out")
+    steps = {(source, step) for source, _, step, *_ in removed}
+    assert steps == {("a", "gopher-quality"), ("b", "read")}
+    assert {doc for source, doc, _ in kept if source == "b"} == {f"b{i}" for i in range(40)}
+    assert read_curation(tmp_path / "out")["kept"]["b"][0] == 40
+
+
+def test_a_finished_curation_is_not_done_again(raw, tmp_path):
+    out = tmp_path / "out"
+    run(corpus.recipe(raw), out)
+    before = (out / "curation.json").stat().st_mtime_ns
+    assert run(corpus.recipe(raw), out) == []
+    assert (out / "curation.json").stat().st_mtime_ns == before
+    assert run(corpus.recipe(raw), out, fresh=True) != []
+
+
+def test_another_recipe_or_input_is_refused(raw, tmp_path):
+    out = tmp_path / "out"
+    run(corpus.recipe(raw), out)
+    other = corpus.recipe(raw)
+    other["steps"][0]["min_words"] = 20
+    with pytest.raises(ConfigError, match=r"steps\.0\.min_words was 50 and is 20"):
+        run(other, out)
+    with (raw / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": corpus.text(99)}) + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl changed"):
+        run(corpus.recipe(raw), out)
+    run(corpus.recipe(raw), out, fresh=True)
+    assert read_curation(out)["tally"]["read"]["a"] == 41
+
+
+def test_a_folder_of_something_else_is_left_alone(raw, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").write_text("dear")
+    for fresh in (False, True):
+        with pytest.raises(ConfigError, match="is no curation"):
+            run(corpus.recipe(raw), tmp_path / "mine", fresh=fresh)
+    assert (tmp_path / "mine" / "letter").read_text() == "dear"
+
+
+def test_nothing_kept_says_why_and_leaves_nothing(raw, tmp_path):
+    values = corpus.recipe(raw)
+    values["steps"][0]["min_words"] = 5000
+    with pytest.raises(DataError, match="gopher_too_few_words, e.g. a0: ") as error:
+        run(values, tmp_path / "out")
+    assert "no document is left of 81 records" in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+KILLS = 4
+
+
+def test_killed_anywhere_it_goes_on_with_any_number_of_workers(tmp_path):
+    raw = tmp_path / "raw"
+    corpus.write(raw, num_docs=400)
+    values = corpus.recipe(raw, shard_bytes=4000, batch_bytes=2000)
+    run(values, tmp_path / "whole")
+    recipe = tmp_path / "recipe.toml"
+    Recipe.parse(values).save(recipe)
+    out = tmp_path / "out"
+    for kill in range(KILLS):
+        killed_when(out, recipe, workers=1 + kill % 2, num_tasks=2 + 12 * kill)
+    done = start(out, recipe, 2)
+    assert done.wait(timeout=120) == 0
+    assert corpus.result(out) == corpus.result(tmp_path / "whole")
+
+
+def start(out: Path, recipe: Path, workers: int) -> subprocess.Popen:
+    words = ["curate", str(recipe), "--out", str(out), "--workers", str(workers)]
+    return subprocess.Popen([sys.executable, "-m", "stepwell", *words], stdout=subprocess.DEVNULL)
+
+
+def killed_when(out: Path, recipe: Path, workers: int, num_tasks: int) -> None:
+    """Kills it once so many tasks are done, or lets it end."""
+    process = start(out, recipe, workers)
+    while process.poll() is None:
+        if len(list((out / WORK).glob("s*/[0-9]*"))) >= num_tasks:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return
+        time.sleep(0.002)
+
+
+def test_a_worker_that_dies_is_said_and_nothing_is_lost(raw, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    values = corpus.recipe(raw, shard_bytes=3000)
+    monkeypatch.setattr(local, "run_task", die)
+    with pytest.raises(StepwellError, match="a worker process died during stage 0"):
+        run(values, out, workers=2)
+    monkeypatch.undo()
+    run(values, out, workers=2)
+    assert len(corpus.result(out)[0]) == 77
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
