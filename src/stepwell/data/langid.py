@@ -74,7 +74,9 @@ class LangId(DocumentStep):
 
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         self._check_languages(load_model(self.model).languages)
-        texts = pc.utf8_slice_codeunits(batch["text"], 0, self.max_characters).to_pylist()
+        # The rest of a long text is never decoded.
+        prefix = pc.SliceOptions(0, self.max_characters)
+        texts = pc.call_function("utf8_slice_codeunits", [batch["text"]], prefix).to_pylist()
         guesses = identify(texts, self.model, self.min_characters)
         languages = [g.language if g else None for g in guesses]
         scores = [g.probability if g else None for g in guesses]

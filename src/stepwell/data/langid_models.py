@@ -99,7 +99,7 @@ class FastText:
             model = fasttext.load_model(str(path))
         except (ValueError, RuntimeError) as error:
             raise DataError(f"{path} is not a fastText model: {error}") from error
-        return cls(model, frozenset(map(iso_code, model.labels)))
+        return cls(model, frozenset(iso_code(str(label)) for label in model.labels))
 
     def predict(self, texts: Sequence[str]) -> list[Guess | None]:
         labels, probabilities = self.model.predict([t.replace("\n", " ") for t in texts])
@@ -237,9 +237,10 @@ def _depth(next_RB: np.ndarray, row_S: np.ndarray) -> int:
     front, depth = np.array([0]), -1
     while len(front):
         depth += 1
-        reached = np.unique(next_RB[row_S[front]])
-        front = reached[~known[reached]]
-        known[front] = True
+        reached = np.zeros_like(known)
+        reached[next_RB[row_S[front]]] = True
+        front = np.flatnonzero(reached & ~known)
+        known |= reached
     return depth
 
 

@@ -106,7 +106,7 @@ def _rules(locales: tuple[str, ...]) -> list[tuple[re.Pattern[str], re.Pattern[s
     return [
         (
             re.compile(item.pattern, re.ASCII),
-            re.compile(rf"(?i)(?<!\w)(?:{item.words})[^\n]*$") if item.words else None,
+            re.compile(rf"(?i)(?<!\w)(?:{item.words})[^\n]*\Z") if item.words else None,
             item.check,
         )
         for item in NATIONAL_IDS

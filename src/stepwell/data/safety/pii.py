@@ -21,6 +21,8 @@ from stepwell.data.batches import EDITS, Outcome, Removal, split, texts_of, with
 from stepwell.data.safety.national_ids import LOCALES, national_ids
 from stepwell.data.safety.validators import (
     CARD_BEFORE,
+    COUNTRIES,
+    IBAN_LENGTHS,
     NANP,
     before,
     is_card,
@@ -57,7 +59,10 @@ LOCAL_PART = re.compile(r"[A-Za-z0-9À-ɏ_.+%'-]{1,64}")
 DOMAIN = re.compile(r"[A-Za-z0-9À-ɏ_-]{1,63}(?:\.[A-Za-z0-9À-ɏ_-]{1,63}){1,8}")
 COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 IPV6_CHARACTERS = "0123456789abcdefABCDEF:."
+DOTS = re.compile(r"\.[0-9]{1,3}\.[0-9]{1,3}\.")
+DIGITS = "0123456789"
 IPV4 = re.compile(r"[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}\.[0-9]{1,3}")
+IBAN_BEGIN = re.compile(r"[A-Z]{2}[0-9]{2}")
 IBAN = re.compile(r"[A-Z]{2}[0-9]{2}(?: ?[A-Z0-9]){11,30}")
 CARD = re.compile(
     r"[0-9]{4}([ -])[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?"
@@ -99,10 +104,11 @@ class Pii(DocumentStep):
     @model_validator(mode="after")
     def _rules(self) -> Pii:
         for locale in self.locales:
-            if locale not in LOCALES:
+            if locale not in COUNTRIES:
+                near = nearest({"UK": "GB"}.get(locale.upper(), locale.upper()), COUNTRIES)
                 raise ValueError(
-                    f"locales names {locale!r}{nearest(locale.upper(), LOCALES)}; those known are "
-                    f"{' '.join(LOCALES)}"
+                    f"locales names {locale!r}{near}; a locale is a country's code in capitals "
+                    f"(ISO 3166), and identity numbers are known of {' '.join(LOCALES)}"
                 )
         if self.action == "redact" and self.min_findings > 1:
             raise ValueError(
@@ -192,7 +198,8 @@ def emails(text: str) -> Iterator[Finding]:
             local = backwards.group()[::-1].lstrip(".'-+%")
             host = domain.group().rstrip("-_")
             stop = place + 1 + len(host)
-            if local and is_email(local, host, text[stop : stop + 1]):
+            whole = len(backwards.group()) < 64
+            if local and whole and is_email(local, host, text[stop : stop + 1]):
                 yield Finding("email", place - len(local), stop)
         place = text.find("@", place + 1)
 
@@ -216,10 +223,14 @@ def ipv6_addresses(text: str, private: bool = False) -> Iterator[Finding]:
 
 
 def ipv4_addresses(text: str, private: bool = False) -> Iterator[Finding]:
-    for match in IPV4.finditer(text):
-        start, stop = match.span()
-        if _stands_alone(text, start, stop) and is_ipv4(text, start, stop, private):
-            yield Finding("ipv4", start, stop)
+    for hit in DOTS.finditer(text):
+        ahead = text[max(0, hit.start() - 3) : hit.start()]
+        start = hit.start() - (len(ahead) - len(ahead.rstrip(DIGITS)))
+        match = IPV4.match(text, start)
+        if match is None or not _stands_alone(text, start, match.end()):
+            continue
+        if is_ipv4(text, start, match.end(), private):
+            yield Finding("ipv4", start, match.end())
 
 
 def dense_stretches(text: str) -> Iterator[tuple[int, int]]:
@@ -251,15 +262,17 @@ def _numbers(
 
 
 def _ibans(text: str, start: int, stop: int) -> Iterator[Finding]:
-    for match in IBAN.finditer(text, start, stop):
-        place = match.start()
-        letters = [i for i in range(place, match.end()) if text[i] != " "]
-        # What follows in capitals is no part of it; a country has one length only.
-        for length in range(15, len(letters) + 1):
-            end = letters[length - 1] + 1
-            if _stands_alone(text, place, end) and is_iban(text[place:end].replace(" ", "")):
-                yield Finding("iban", place, end)
-                break
+    for begin in IBAN_BEGIN.finditer(text, start, stop):
+        place = begin.start()
+        length = IBAN_LENGTHS.get(text[place : place + 2])
+        match = IBAN.match(text, place, stop) if length else None
+        if match is None or length is None:
+            continue
+        # What follows in capitals is no part of it.
+        signs = [i for i in range(place, match.end()) if text[i] != " "][:length]
+        compact, end = "".join(text[i] for i in signs), signs[-1] + 1
+        if len(compact) == length and _stands_alone(text, place, end) and is_iban(compact):
+            yield Finding("iban", place, end)
 
 
 def _cards(text: str, start: int, stop: int) -> Iterator[Finding]:
@@ -285,7 +298,9 @@ def _phones(text: str, start: int, stop: int, locales: tuple[str, ...]) -> Itera
     patterns = [PHONE, NANP] if "US" in locales or "CA" in locales else [PHONE]
     for match in (m for pattern in patterns for m in pattern.finditer(text, start, stop)):
         place, end = match.span()
-        if _is_inside(text, place):
+        if match.group().startswith("(") and ")" not in match.group():
+            place += 1
+        if _is_inside(text, match.start()):
             continue
         for last in _ends(text, place, end):
             if _stands_alone(text, place, last) and is_phone(text, place, last, locales):

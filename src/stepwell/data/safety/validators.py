@@ -34,6 +34,19 @@ ru rw sa sb sc sd se sg sh si sk sl sm sn so sr ss st su sv sx sy sz tc td tf tg
 tm tn to tr tt tv tw tz ua ug uk us uy uz va vc ve vg vi vn vu wf ws ye yt za zm zw
 """
 TOP_LEVELS = frozenset(_TOP_LEVELS.split())
+# ISO 3166 codes, which the two-letter top levels are, but for these.
+COUNTRIES = frozenset(t.upper() for t in TOP_LEVELS if len(t) == 2) - {"AC", "EU", "SU", "UK"} | {
+    "GB"
+}
+# ISO 13616: how many letters and digits each country's IBAN has.
+_IBAN_LENGTHS = """
+AD24 AE23 AL28 AT20 AZ28 BA20 BE16 BG22 BH22 BI27 BR29 BY28 CH21 CR22 CY28 CZ24 DE22 DJ27 DK18 DO28
+EE20 EG29 ES24 FI18 FK18 FO18 FR27 GB22 GE22 GI23 GL18 GR27 GT28 HN28 HR21 HU28 IE22 IL23 IQ23 IS26
+IT27 JO30 KW30 KZ20 LB28 LC32 LI21 LT20 LU20 LV21 LY25 MC27 MD24 ME22 MK19 MN20 MR27 MT31 MU30 NI28
+NL18 NO15 OM23 PK24 PL28 PS29 PT25 QA29 RO24 RS22 RU33 SA24 SC31 SD18 SE24 SI19 SK24 SM27 SO23 ST25
+SV28 TL23 TN24 TR26 UA29 VA22 VG24 XK20 YE30
+"""
+IBAN_LENGTHS = {item[:2]: int(item[2:]) for item in _IBAN_LENGTHS.split()}
 # Accounts of a host's software, as in git@github.com:owner/name.
 SSH_ACCOUNTS = frozenset({"git", "hg", "svn", "gitea", "gerrit"})
 
@@ -62,16 +75,16 @@ CARD_ISSUERS = (
 
 VERSION_BEFORE = re.compile(
     r"(?i)(?:\b(?:version|ver|vers|release|rel|section|sect|sec|chapter|chap|clause|revision|rev|"
-    r"build|firmware|appendix|oid|paragraph|table|figure|fig)s?\b[ .:=]*"
-    r"|§ ?|[a-z_]-|\w\.|(?<!\w)v)$"
+    r"build|firmware|appendix|oid|paragraph|table|figure|fig)s?\b[ .:=\"'(]*"
+    r"|§ ?|[a-z_]-|\w[./]|(?<!\w)v)$"
 )
 ADDRESS_BEFORE = re.compile(
     r"(?i)\b(?:ip|ips|ipv4|addr|address|host|server|from|gateway|dns|ping|inet|client|peer|"
-    r"remote|src|dst)\b[^\w\n]{0,4}$|[\[(@]$|://$"
+    r"remote|src|dst)\b[^\w\n]{0,4}$|[\[@]$|://$"
 )
 HEADING_AFTER = re.compile(r"[ \t]+[A-Z]")
 PHONE_BEFORE = re.compile(
-    r"(?i)(?:\b(?:tel|telephone|phone|phones|ph|call|fax|mobile|mob|cell|cellphone|whatsapp|sms|"
+    r"(?i)(?:(?<![\w.-])(?:tel|telephone|phone|phones|ph|call|fax|mobile|mob|cell|cellphone|whatsapp|sms|"
     r"telefon|tel[ée]fono|t[ée]l[ée]phone|t[ée]l|telefax|handy|portable|m[óo]vil|cellulare|fon|"
     r"contact|hotline|helpline|rufnummer)\b|☎|📞)[^\w\n]{0,4}"
     r"(?:(?:us|me|at|on|number|no|nr|n°|is|free|toll)\b[^\w\n]{0,3}){0,3}$"
@@ -93,7 +106,9 @@ NANP = re.compile(
     r"(?:\+?1[-. ]{1,2})?(?:\([0-9]{3}\) ?[-.]? ?|[0-9]{3}[-./ ]{1,2})[0-9]{3}[-.] ?[0-9]{4}"
     r"|(?:\+?1 ?)?\([0-9]{3}\) ?[0-9]{3} [0-9]{4}"
 )
-TRUNK = re.compile(r"\(?0")
+# An area code of two to five digits with its zero.
+TRUNK = re.compile(r"\(?0[1-9][0-9]{0,3}\)?(?:[./-]| (?! ))")
+SHORT_LAST_GROUP = re.compile(r"[^0-9][0-9]$|  ")
 BEFORE_CHARACTERS = 40
 
 
@@ -174,6 +189,9 @@ def is_ipv6(candidate: str, private: bool) -> bool:
         return False
     if address.ipv4_mapped is not None:
         return _counts(address.ipv4_mapped, private)
+    if sum(map(bool, candidate.split(":"))) < 2:
+        # A network, or the year that ends a line of reStructuredText (`in 2004::`).
+        return False
     # All addresses that are given out begin with 001 (RFC 4291); `face::b` is a name in C++.
     unicast = address in ipaddress.IPv6Network("2000::/3")
     local = address.is_link_local or address in ipaddress.IPv6Network("fc00::/7")
@@ -199,10 +217,14 @@ def is_phone(text: str, start: int, stop: int, locales: tuple[str, ...]) -> bool
     telephone numbers have, or after a word such as "tel"."""
     written = text[start:stop]
     ahead = before(text, start)
-    if DATE.match(written) or NUMBER_BEFORE.search(ahead):
+    if SHORT_LAST_GROUP.search(written) or NUMBER_BEFORE.search(ahead):
+        return False
+    if text[stop : stop + 1] == ":" and text[stop + 1 : stop + 2].isdigit():
         return False
     if written.startswith("+"):
         return _is_assigned(written, None)
+    if DATE.search(written):
+        return False
     named = PHONE_BEFORE.search(ahead) is not None
     separated = any(c in " .-/()" for c in written)
     if written.startswith("00") and (named or separated) and _is_assigned("+" + written[2:], None):
@@ -211,7 +233,7 @@ def is_phone(text: str, start: int, stop: int, locales: tuple[str, ...]) -> bool
         styled = (
             NANP.fullmatch(written)
             if locale in ("US", "CA")
-            else separated and TRUNK.match(written)
+            else TRUNK.match(written) and sum(map(str.isdigit, written)) >= 9
         )
         if (named or styled) and _is_assigned(written, locale):
             return True
