@@ -67,7 +67,7 @@ LIMIT = st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0])
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.lists(LIMIT, min_size=13, max_size=13))
 def test_verdicts_agree_with_the_definitions(texts, values):
     names = [name for name in GopherRepetition.model_fields if name.startswith("max_")]
-    limits = GopherRepetition(**dict(zip(names, values, strict=True)))
+    limits = GopherRepetition.model_validate(dict(zip(names, values, strict=True)))
     found = [v[0] if v else "" for v in gopher_repetition_verdicts(texts, limits)]
     assert found == [by_definition(text, limits) for text in texts]
 
@@ -114,13 +114,14 @@ CASES = {
 def test_each_rule_has_its_reason_and_its_knob(name):
     text, loose = CASES[name]
     others = {k: 1.0 for k in GopherRepetition.model_fields if k.startswith("max_")}
-    only = GopherRepetition(**{**others, f"max_{name}": 0.1})
+    only = GopherRepetition.model_validate({**others, f"max_{name}": 0.1})
     verdict = gopher_repetition(text, only)
     assert verdict is not None
     assert verdict[0] == f"gopher_{name}"
     value = float(verdict[1].split()[0])
     assert 0.1 < value < loose
-    assert gopher_repetition(text, GopherRepetition(**{**others, f"max_{name}": loose})) is None
+    looser = GopherRepetition.model_validate({**others, f"max_{name}": loose})
+    assert gopher_repetition(text, looser) is None
 
 
 def test_published_limits():
