@@ -115,20 +115,20 @@ def prefix_effect(corpus: Path, model: str) -> list[dict]:
     return rows
 
 
-def speed_documents(corpus: Path, most_bytes: int = 12_000_000) -> list[str]:
-    """Chapters, pages and source files as they come, and every translation."""
-    patterns = ("books/*/*.txt", "text/*/**/*.rst", "text/*/*.md", "code/**/*.py")
-    docs: list[str] = [text for _, text in translations(corpus)]
-    for pattern in patterns:
+def speed_documents(corpus: Path, page_characters: int, most_bytes: int = 3_000_000) -> list[str]:
+    """Translations, chapters, pages and source files, cut into pages of so many characters."""
+    texts = [text for _, text in translations(corpus)]
+    for pattern in ("books/*/*.txt", "text/*/**/*.rst", "text/*/*.md", "code/**/*.py"):
         size = 0
         for path in sorted(corpus.glob(pattern)):
             text = path.read_text("utf-8", errors="replace")
-            # The six novels are cut as a reader of lines of mixed sizes would find them.
-            docs += [text[i : i + 60_000] for i in range(0, len(text), 60_000)]
+            texts.append(text)
             size += len(text)
-            if size > most_bytes // 4:
+            if size > most_bytes:
                 break
-    return [doc for doc in docs if doc.strip()]
+    starts = [(text, at) for text in texts for at in range(0, len(text), page_characters)]
+    pages = [text[at : at + page_characters] for text, at in starts]
+    return [page for page in pages if len(page) > 200]
 
 
 def train_like_lid176(corpus: Path, path: Path) -> None:
@@ -145,7 +145,7 @@ def train_like_lid176(corpus: Path, path: Path) -> None:
     examples = path.with_suffix(".txt")
     examples.write_text("\n".join(lines) + "\n")
     model = fasttext.train_supervised(
-        str(examples), dim=16, minn=2, maxn=4, loss="hs", epoch=10, thread=1, verbose=0
+        str(examples), dim=16, minn=2, maxn=4, loss="hs", lr=0.5, epoch=15, thread=1, verbose=0
     )
     model.save_model(str(path))
 
@@ -156,11 +156,11 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def speed(corpus: Path, model: str, rounds: int) -> dict:
+def speed(corpus: Path, model: str, rounds: int, page_characters: int) -> dict:
     """CPU seconds, the least of interleaved rounds, and agreement of labels."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    docs = speed_documents(corpus)
+    docs = speed_documents(corpus, page_characters)
     prefixes = [doc[:1000] for doc in docs]
     theirs = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
     python = CACHE / "envs" / "datatrove" / "bin" / "python"
@@ -188,6 +188,7 @@ def speed(corpus: Path, model: str, rounds: int) -> dict:
             times["datatrove fastText, whole text"].append(peer["cpu_s"])
     best = {name: min(t) for name, t in times.items()}
     return {
+        "page_characters": page_characters,
         "documents": len(docs),
         "mb": sum(len(d.encode()) for d in docs) / 1e6,
         "cpu_s": best,
@@ -197,15 +198,21 @@ def speed(corpus: Path, model: str, rounds: int) -> dict:
 
 def agreement(docs: list[str], model: str, peer: list[str]) -> dict[str, float]:
     """The share of documents that get the same label."""
-    whole = [g.language if g else "" for g in identify(docs, model, 1)]
-    prefix = [g.language if g else "" for g in identify([d[:1000] for d in docs], model, 1)]
-    shares = {"prefix and whole text": same(whole, prefix)}
+    prefixes = [doc[:1000] for doc in docs]
+    whole, prefix = labels(docs, model), labels(prefixes, model)
+    shares = {
+        "py3langid, prefix and whole text": same(
+            labels(docs, "py3langid"), labels(prefixes, "py3langid")
+        ),
+        "fastText, prefix and whole text": same(whole, prefix),
+    }
     if peer:
-        shares |= {
-            "datatrove and whole text": same(whole, peer),
-            "datatrove and prefix": same(prefix, peer),
-        }
+        shares |= {"datatrove and whole text": same(whole, peer)}
     return shares
+
+
+def labels(texts: list[str], model: str) -> list[str]:
+    return [guess.language if guess else "" for guess in identify(texts, model, 1)]
 
 
 def same(a: list[str], b: list[str]) -> float:
@@ -234,14 +241,14 @@ def show(result: dict) -> None:
         show_accuracy(result["accuracy"][key])
     for row in result["prefix"]:
         print(f"first {row['characters']:>6} characters: {row['right']:.1%}, {row['cpu_s']:.2f} s")
-    if "speed" in result:
-        each = result["speed"]
-        print(f"{each['documents']} documents, {each['mb']:.1f} MB")
+    for each in result.get("speed", []):
+        print(
+            f"{each['documents']} documents of at most {each['page_characters']} characters, "
+            f"{each['mb']:.1f} MB"
+        )
         for name, seconds in each["cpu_s"].items():
-            rate = each["documents"] / seconds
-            print(
-                f"  {name:38s} {seconds:7.3f} s {rate:9.0f} doc/s {each['mb'] / seconds:7.1f} MB/s"
-            )
+            rate, size = each["documents"] / seconds, each["mb"] / seconds
+            print(f"  {name:38s} {seconds:7.3f} s {rate:9.0f} doc/s {size:7.1f} MB/s")
         for name, share in each["agreement"].items():
             print(f"  same label, {name}: {share:.2%}")
 
@@ -267,7 +274,7 @@ def main() -> None:
             if not path.exists():
                 train_like_lid176(args.corpus, path)
             model = str(path)
-        result["speed"] = speed(args.corpus, model, args.rounds)
+        result["speed"] = [speed(args.corpus, model, args.rounds, size) for size in (4_000, 60_000)]
     show(result)
     out = ROOT / "benchmarks" / "results" / "langid.json"
     out.write_text(json.dumps(result, indent=1) + "\n")

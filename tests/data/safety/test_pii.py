@@ -60,6 +60,7 @@ PLANTED = [
     ("phone", "Paris ", "01 42 68 53 00", ""),
     ("phone", "phone ", "2024561414", " x12"),
     ("phone", "dial ", "0049 30 901820", ""),
+    ("phone", "call ", "800-215-4490", " (24 hours)"),
 ]  # fmt: skip
 # What looks like personal data and is none.
 HARMLESS = [

@@ -219,6 +219,8 @@ def is_phone(text: str, start: int, stop: int, locales: tuple[str, ...]) -> bool
     ahead = before(text, start)
     if SHORT_LAST_GROUP.search(written) or NUMBER_BEFORE.search(ahead):
         return False
+    if written.count("(") != written.count(")"):
+        return False
     if text[stop : stop + 1] == ":" and text[stop + 1 : stop + 2].isdigit():
         return False
     if written.startswith("+"):
