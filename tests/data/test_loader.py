@@ -247,3 +247,129 @@ def test_more_ranks_than_rows_leave_some_without(store):
     batches = [next(pretrain_stream([(store, 1)], SEQ_LEN, 2, r, 5))[0] for r in range(5)]
     assert sum(b.num_rows for b in batches) == 2
     assert all(b.tokens_BT.shape[1] == SEQ_LEN for b in batches)
+
+
+# --- caps on epochs ------------------------------------------------------------------------------
+
+
+@given(
+    caps=st.tuples(*[st.one_of(st.none(), st.floats(0.2, 3))] * 2),
+    weight=st.floats(0.01, 0.99),
+    rows=st.integers(5, 40),
+    worlds=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+)
+@example(caps=(1.5, None), weight=0.5, rows=10, worlds=[4, 8, 6])
+@settings(max_examples=25, deadline=None)
+def test_no_row_is_read_more_often_than_its_cap_at_any_world_size(
+    store, big, caps, weight, rows, worlds
+):
+    """Counts never exceed the cap; resume is exact across exhaustion, at any number of ranks."""
+    mixture = [(store, weight), (big, 1 - weight)]
+    sizes = [num_windows(s, SEQ_LEN) for s in (store, big)]
+    most = [np.inf if c is None else int(c * n + 1e-9) for c, n in zip(caps, sizes, strict=True)]
+    num_steps = int(min(sum(most), 700) // rows)
+    steps = max(1, num_steps // len(worlds))
+    if num_steps < len(worlds):
+        return
+
+    def stream(rank, world, state=None):
+        return pretrain_stream(mixture, SEQ_LEN, rows, rank, world, state=state, max_epochs=caps)
+
+    whole = take(stream(0, 1), steps * len(worlds))
+    ids = np.array(sample_ids(whole))
+    for k, (low, high) in enumerate(((0, sizes[0]), (sizes[0], sum(sizes)))):
+        mine = ids[(ids >= low) & (ids < high)]
+        assert len(mine) <= most[k]
+        if len(mine):
+            assert np.bincount(mine - low).max() <= -(-len(mine) // sizes[k])
+    state, got = None, []
+    for world in worlds:
+        parts = [take(stream(rank, world, state), steps) for rank in range(world)]
+        for step in range(steps):
+            got += [i for part in parts for i in part[step][0].sample_ids]
+        state = json.loads(json.dumps(parts[0][-1][1]))
+        assert all(part[-1][1] == state for part in parts)
+    assert got == ids.tolist()
+
+
+def test_when_all_caps_are_reached_the_stream_says_so(store, big):
+    stream = pretrain_stream([(store, 1), (big, 1)], SEQ_LEN, 10, max_epochs=[1.0, 0.04])
+    assert len(sample_ids(take(stream, 2))) == 20
+    with pytest.raises(DataError, match="max_epochs times, after 29 rows"):
+        next(stream)
+
+
+def test_a_cap_below_a_row_names_the_smallest_legal_one(store):
+    with pytest.raises(ConfigError, match=r"less than one of its 20 rows .* value is 0\.05"):
+        next(pretrain_stream([(store, 1)], SEQ_LEN, 2, max_epochs=[0.049]))
+    next(pretrain_stream([(store, 1)], SEQ_LEN, 1, max_epochs=[0.05]))
+
+
+def test_a_store_goes_on_where_another_stream_left_it(store, big):
+    """In one seeded order, at whatever place of the mixture it stands; caps count both."""
+    first = take(pretrain_stream([(store, 1)], SEQ_LEN, 4), 2)
+    mixture = [(big, 1), (store, 1)]
+    then = take(pretrain_stream(mixture, SEQ_LEN, 4, seen=[0, 8], max_epochs=[None, 1.0]), 9)
+    ids = [i - 249 for i in sample_ids(then) if i >= 249]
+    assert num_windows(big, SEQ_LEN) == 249
+    assert sorted(sample_ids(first) + ids) == list(range(20))
+    assert sample_ids(first) + ids == sample_ids(take(pretrain_stream([(store, 1)], SEQ_LEN, 4), 5))
+
+
+def test_a_cap_that_is_lifted_begins_the_shares_anew(store, big):
+    mixture = [(store, 0.5), (big, 0.5)]
+    batches = take(pretrain_stream(mixture, SEQ_LEN, 10, max_epochs=[0.5, None]), 6)
+    assert sum(i < 20 for i in sample_ids(batches)) == 10
+    on = take(
+        pretrain_stream(mixture, SEQ_LEN, 10, state=batches[-1][1], max_epochs=[1.0, None]), 2
+    )
+    assert sum(i < 20 for i in sample_ids(on)) == 10  # half of them, not all to catch up
+
+
+# --- order by quality ----------------------------------------------------------------------------
+
+
+def scored_store(folder, lengths, scores) -> TokenStore:
+    with StoreWriter(folder, "print", 1 << 20, shard_tokens=100, with_scores=True) as writer:
+        first = 0
+        for length, score in zip(lengths, scores, strict=True):
+            writer.add(np.arange(first, first + length), score=score)
+            first += length
+    return TokenStore.open(folder)
+
+
+def test_quality_ascending_orders_windows_by_the_mean_score_of_their_tokens(tmp_path):
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 40, 60)
+    scores = rng.normal(size=60).astype(np.float32)
+    store = scored_store(tmp_path / "s", lengths, scores)
+    per_token = np.repeat(scores.astype(np.float64), lengths)
+    n = num_windows(store, SEQ_LEN)
+    means = per_token[: n * SEQ_LEN].reshape(n, SEQ_LEN).mean(1)
+    stream = pretrain_stream([(store, 1)], SEQ_LEN, n, order="quality-ascending")
+    batches = take(stream, 2)
+    for batch, _ in batches:
+        ids = list(batch.sample_ids)
+        assert sorted(ids) == list(range(n))
+        assert (np.diff(means[ids]) >= -1e-9).all()
+    again = pretrain_stream(
+        [(store, 1)], SEQ_LEN, n, order="quality-ascending", state=batches[0][1]
+    )
+    assert next(again)[0].sample_ids == batches[1][0].sample_ids
+
+
+def test_equal_scores_are_shuffled_anew_each_epoch(tmp_path):
+    store = scored_store(tmp_path / "s", [SEQ_LEN] * 61, [1.0] * 31 + [2.0] * 30)
+    stream = pretrain_stream([(store, 1)], SEQ_LEN, 60, order="quality-ascending")
+    one, two = (list(batch.sample_ids) for batch, _ in take(stream, 2))
+    for ids in (one, two):
+        assert sorted(ids[:31]) == list(range(31))
+    assert one[:31] != two[:31]
+    assert one[:31] != sorted(one[:31])
+
+
+def test_quality_ascending_refuses_what_has_no_scores(store, chats):
+    with pytest.raises(DataError, match="has no scores of its documents"):
+        next(pretrain_stream([(store, 1)], SEQ_LEN, 4, order="quality-ascending"))
+    with pytest.raises(ConfigError, match="the nearest is 'sequential'"):
+        next(packed_stream(chats, 40, 4, order="quality-ascending"))

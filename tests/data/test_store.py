@@ -240,3 +240,44 @@ def test_a_writer_that_still_runs_keeps_its_folder(tmp_path):
     running.mkdir()
     write(tmp_path / "s", [[1]])
     assert running.exists()
+
+
+def test_scores_come_back_through_shards(tmp_path):
+    with StoreWriter(tmp_path / "s", "print", 100, shard_tokens=10, with_scores=True) as writer:
+        for i in range(7):
+            writer.add(np.arange(4), score=i / 3)
+    store = TokenStore.open(tmp_path / "s", verify=True)
+    assert len(store.manifest["shards"]) > 1
+    assert store.doc_scores().dtype == np.float32
+    assert np.array_equal(store.doc_scores(), np.arange(7, dtype=np.float32) / np.float32(3))
+    path = tmp_path / "s" / "scores-00000.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(DataError, match=r"scores-00000\.bin is damaged"):
+        TokenStore.open(tmp_path / "s")
+
+
+def test_scores_are_all_or_none_and_finite(tmp_path):
+    with StoreWriter(tmp_path / "s", "print", 100, with_scores=True) as writer:
+        with pytest.raises(DataError, match="comes without a score"):
+            writer.add([1, 2])
+        for bad in (float("nan"), float("inf"), 1e39):
+            with pytest.raises(DataError, match="not a finite float32"):
+                writer.add([1, 2], score=bad)
+        writer.add([1, 2], score=3e38)
+    with StoreWriter(tmp_path / "plain", "print", 100) as writer:
+        with pytest.raises(DataError, match="comes with a score"):
+            writer.add([1, 2], score=1.0)
+        writer.add([1, 2])
+    with pytest.raises(DataError, match="has no scores"):
+        TokenStore.open(tmp_path / "plain").doc_scores()
+
+
+def test_the_fingerprint_goes_by_content(tmp_path):
+    def write(name, ids, score=None):
+        with StoreWriter(tmp_path / name, "p", 100, with_scores=score is not None) as writer:
+            writer.add(ids, score=score)
+        return TokenStore.open(tmp_path / name).fingerprint
+
+    prints = [write("a", [1, 2]), write("b", [1, 3]), write("c", [1, 2], 0.0)]
+    assert len(set(prints)) == 3
+    assert write("d", [1, 2]) == prints[0]

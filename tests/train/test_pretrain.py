@@ -14,8 +14,10 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.config import Run
+from stepwell.data.curriculum import rows_given
 from stepwell.data.store import TokenStore
 from stepwell.metrics import read_events, read_lines
+from stepwell.train.checkpoint import latest, read_state
 from stepwell.train.pretrain import open_stores, pretrain
 from stepwell.train.streams import stream_name
 from stepwell.types import ConfigError, DataError
@@ -160,6 +162,73 @@ def test_the_decay_phase_reads_its_own_sources(world, monkeypatch):
     lrs = [line["train/lr"] for line in measured(world / "decay")]
     assert lrs[:4] == [0.01] * 4
     assert 0 < lrs[5] < lrs[4] <= 0.01
+
+
+def rows_read(folder: Path) -> dict[str, int]:
+    """By store, over all streams of the last checkpoint."""
+    last = latest(folder)
+    assert last is not None
+    extra = read_state(last)["extra"]
+    given = rows_given({k: v for k, v in extra.items() if k.startswith(("sources", "stages"))})
+    return {name: given.get(TokenStore.open(name).fingerprint, 0) for name in ("store", "best")}
+
+
+CAPPED = {
+    "train.steps": 12,
+    "checkpoint.every_steps": 3,
+    "data.sources": '[{path = "store"}, {path = "best", weight = 0.5, max_epochs = 0.5}]',
+    "data.stages": '[{start = 0.25, sources = [{path = "best", max_epochs = 0.5}, '
+    '{path = "store"}]}, {start = 0.75, sources = [{path = "store"}]}]',
+}
+
+
+def test_capped_stages_go_on_exactly_wherever_the_run_is_stopped(world):
+    """Killed within each of three stages; the cap counts the first two together."""
+    straight = words("pretrain", settings("pretrain", "capped", **CAPPED))
+    assert finish(straight, world, world / "log")[0] == 0
+    broken = words("pretrain", settings("pretrain", "capped-broken", **CAPPED))
+    for num_lines in (2, 5, 10):
+        killed(broken, world, world / "log", world / "capped-broken", num_lines)
+    assert finish(broken, world, world / "log")[0] == 0
+    assert measured(world / "capped-broken") == measured(world / "capped")
+    runs.assert_equal(final_weights(world / "capped-broken"), final_weights(world / "capped"))
+    rows = (TokenStore.open("best").num_tokens - 1) // 32
+    assert rows_read(world / "capped") == {"best": rows // 2, "store": 48 - rows // 2}
+
+
+def test_caps_that_end_the_data_are_refused_before_the_run(world):
+    few = '[{path = "store", max_epochs = 1.0}]'
+    values = settings("pretrain", "few", **{"train.steps": 60, "data.sources": few})
+    with pytest.raises(ConfigError, match=r"data\.sources runs dry: .* need 7,680 tokens"):
+        pretrain(Run.parse({}, values))
+    assert not Path("few").exists()
+    rows = (TokenStore.open("store").num_tokens - 1) // 32
+    assert pretrain(Run.parse({}, {**values, "train.steps": rows // 4})) == rows // 4
+    over = {**values, "dir": "few-on", "checkpoint.branch_from": "few"}
+    with pytest.raises(ConfigError, match=f"steps {rows // 4 + 1} to {rows // 4 + 2} need"):
+        pretrain(Run.parse({}, {**over, "train.steps": rows // 4 + 2}))
+    lifted = {**over, "data.sources": '[{path = "store"}]', "train.steps": rows // 4 + 2}
+    assert pretrain(Run.parse({}, lifted)) == 2
+
+
+def test_a_branch_may_decay_on_stages_that_its_trunk_has_not(world):
+    """One trunk, another mixture in the decay; the store of both goes on in its order."""
+    trunk = settings("pretrain", "stable", **{"train.steps": 4})
+    assert main(words("pretrain", trunk)) == 0
+    stage = '[{phase = "decay", sources = [{path = "best"}, {path = "store"}]}]'
+    decay = {"train.steps": 8, "optim.schedule.decay_steps": 4, "data.stages": stage}
+    branch = {**trunk, **decay, "dir": "annealed", "checkpoint.branch_from": "stable"}
+    assert main(words("pretrain", branch)) == 0
+    assert rows_read(world / "annealed") == {"store": 16 + 8, "best": 8}
+    whole = {**trunk, **decay, "dir": "annealed-whole"}
+    assert main(words("pretrain", whole)) == 0
+    assert measured(world / "annealed") == measured(world / "annealed-whole")[4:]
+
+
+def test_quality_ascending_needs_scores(world):
+    values = settings("pretrain", "ascending", **{"data.order": "quality-ascending"})
+    with pytest.raises(DataError, match="the store store has no scores"):
+        pretrain(Run.parse({}, values))
 
 
 def test_a_branch_starts_from_a_checkpoints_whole_state(world):

@@ -28,6 +28,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SHARD_TOKENS = 1 << 28
 READ_BYTES = 1 << 22
+MAX_SCORE = float(np.finfo(np.float32).max)
 VERIFIED_BYTES = 4 << 30  # a few seconds at the 1 to 2 GB/s of sha256
 
 
@@ -89,7 +90,7 @@ class StoreWriter:
                 f"document {self.num_docs} comes {'with' if score is not None else 'without'} a "
                 f"score, but the store was made with with_scores={self.with_scores}"
             )
-        if score is not None and not np.isfinite(np.float32(score)):
+        if score is not None and not abs(score) <= MAX_SCORE:
             raise DataError(
                 f"document {self.num_docs} has the score {score}, which is not a finite float32; "
                 "give those that cannot be scored the lowest score"
