@@ -102,7 +102,9 @@ class FastText:
         return cls(model, frozenset(iso_code(str(label)) for label in model.labels))
 
     def predict(self, texts: Sequence[str]) -> list[Guess | None]:
-        labels, probabilities = self.model.predict([t.replace("\n", " ") for t in texts])
+        # fastText reads no further than its own sign for a line's end.
+        lines = [text.replace("\n", " ").replace("</s>", "< /s>") for text in texts]
+        labels, probabilities = self.model.predict(lines)
         return [
             # fastText's softmax may exceed 1 by its rounding.
             Guess(iso_code(label[0]), min(float(p[0]), 1.0)) if len(label) else None

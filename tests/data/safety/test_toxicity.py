@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from stepwell.data.batches import to_batch, with_column
+from stepwell.data.quality.training import Example, Settings, train_classifier
 from stepwell.data.safety.toxicity import (
     Toxicity,
     ToxicWords,
@@ -137,20 +139,18 @@ UGLY = "you stupid awful person go away I hate you so much idiot"
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory) -> str:
-    import fasttext
-
-    folder = tmp_path_factory.mktemp("classifier")
-    lines = [f"__label__positive {UGLY}\n__label__negative {KIND}\n"] * 30
-    (folder / "train.txt").write_text("".join(lines))
-    model = fasttext.train_supervised(
-        str(folder / "train.txt"), dim=8, epoch=30, lr=0.5, thread=1, bucket=1000, verbose=0
-    )
-    model.save_model(str(folder / "model.bin"))
-    (folder / "card.json").write_text("{}")
+    rng = random.Random(0)
+    examples = [
+        Example(" ".join(rng.choices(words.split(), k=12)), level)
+        for words, level in ((UGLY, 1), (KIND, 0))
+        for _ in range(150)
+    ]
+    folder = tmp_path_factory.mktemp("classifiers") / "toxic"
+    train_classifier(examples, folder, "binary", Settings(min_count=1, dim=8, epochs=20))
     return str(folder)
 
 
-def test_classifier_scores_label_and_cut(classifier):
+def test_classifier_scores_and_cuts(classifier):
     batch = batch_of(KIND, UGLY, " \n ")
     outcome = Toxicity(model=classifier)(batch)
     low, high, none = outcome.kept["toxicity"].to_pylist()
@@ -161,8 +161,6 @@ def test_classifier_scores_label_and_cut(classifier):
     assert cut.kept["id"].to_pylist() == ["0", "2"]
     assert cut.removed["reason"].to_pylist() == ["toxic"]
     assert Toxicity(model=classifier, max_score=1.0)(batch).kept.num_rows == 3
-    flipped = Toxicity(model=classifier, label="negative", max_score=0.5)(batch)
-    assert flipped.removed["id"].to_pylist() == ["0"]
 
 
 def test_the_worst_piece_counts(classifier):
@@ -191,18 +189,17 @@ def test_a_long_text_is_cut_in_linear_time():
     assert len(pieces_of("x" * 3_000_000, 100)) == 30_000
 
 
-def test_models_and_labels_that_are_not_there(classifier, tmp_path):
-    with pytest.raises(ConfigError, match="no label 'toxic'.*positive"):
-        toxicity(["x"], classifier, "toxic")
-    with pytest.raises(ConfigError, match="there is no classifier"):
+def test_models_that_are_none(tmp_path):
+    with pytest.raises(DataError, match="holds no quality classifier"):
         toxicity(["x"], str(tmp_path))
-    (tmp_path / "model.bin").write_bytes(b"none")
-    with pytest.raises(DataError, match="is not a fastText model"):
-        toxicity(["x"], str(tmp_path))
+    scored = [Example(f"text number {i} of level {i % 6}", i % 6) for i in range(300)]
+    train_classifier(scored, tmp_path / "edu", "scores", Settings(min_count=1, dim=4, epochs=1))
+    with pytest.raises(ConfigError, match="kind 'scores'.*needs one of kind 'binary'"):
+        toxicity(["x"], str(tmp_path / "edu"))
 
 
 def test_rules_of_the_knobs():
-    with pytest.raises(ValidationError, match="chunk_characters=99 must be at least 100"):
+    with pytest.raises(ValidationError, match="greater than or equal to 100"):
         Toxicity(model="m", chunk_characters=99)
     assert Toxicity(model="m", chunk_characters=100).chunk_characters == 100
     with pytest.raises(ValidationError, match="less than or equal to 1"):

@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
-from pydantic import model_validator
+from pydantic import Field
 
-from stepwell.config import Flag, Fraction, NonNegative, Positive
+from stepwell.config import Flag, Fraction, NonNegative
 from stepwell.data.batches import Outcome, Removal, split, texts_of, with_column
+from stepwell.data.quality.classifier import load_classifier
 from stepwell.data.steps import DocumentStep
 from stepwell.types import ConfigError, DataError, nearest
 
@@ -231,36 +232,25 @@ def _entries(path: Path) -> list[str] | None:
 
 
 class Toxicity(DocumentStep):
-    """Adds `toxicity`, the probability that a trained classifier gives to `label`, and removes
-    documents above max_score (none given: nothing goes). A document without text has no value.
+    """Adds `toxicity`, a trained classifier's probability that a document is toxic, and removes
+    documents above max_score (none given: nothing goes). A document without words has no value.
 
-    model: a folder that `stepwell train-quality-classifier` wrote with toxic texts as positives, or
-    a fastText file. label: the model's label for toxic text. chunk_characters: a document is scored
-    by pieces of about this size and has the score of the worst, because a long document dilutes an
-    ugly passage.
+    model: a folder that `stepwell train-quality-classifier` wrote, with toxic texts as its
+    positives. chunk_characters: a document is scored by pieces of at most this size and has the
+    score of the worst, because a long document dilutes an ugly passage.
     """
 
     kind: Literal["toxicity"] = "toxicity"
-    model: str
-    label: str = "positive"
+    model: Annotated[str, Field(min_length=1)]
     max_score: Fraction | None = None
-    chunk_characters: Positive = 1_000
-
-    @model_validator(mode="after")
-    def _rules(self) -> Toxicity:
-        if self.chunk_characters < 100:
-            raise ValueError(
-                f"chunk_characters={self.chunk_characters} must be at least 100, or pieces say too "
-                "little; that is the nearest legal value"
-            )
-        return self
+    chunk_characters: Annotated[int, Field(strict=True, ge=100)] = 1_000
 
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
-        scores = toxicity(texts_of(batch), self.model, self.label, self.chunk_characters)
+        scores = toxicity(texts_of(batch), self.model, self.chunk_characters)
         labelled = with_column(batch, "toxicity", scores, pa.float32())
         limit = self.max_score
         removals = [
-            Removal("toxic", f"{self.label} {score:.3f} > {limit:g}")
+            Removal("toxic", f"{score:.3f} > {limit:g}")
             if limit is not None and score is not None and score > limit
             else None
             for score in scores
@@ -268,35 +258,28 @@ class Toxicity(DocumentStep):
         return split(labelled, self.kind, removals)
 
 
-def toxicity(
-    texts: Sequence[str], model: str, label: str = "positive", chunk_characters: int = 1_000
-) -> list[float | None]:
-    """Each text's highest probability of `label` over its pieces; None for one without words."""
-    classifier = _load(model)
-    names = [name.removeprefix("__label__") for name in classifier.labels]
-    if label not in names:
+def toxicity(texts: Sequence[str], model: str, chunk_characters: int = 1_000) -> list[float | None]:
+    """The highest probability of being a positive over each text's pieces; None for a text without
+    words. Raises DataError for a folder that holds no classifier, ConfigError for one of scores
+    from 0 to 5."""
+    classifier = load_classifier(model)
+    if classifier.kind != "binary":
         raise ConfigError(
-            f"{model} has no label {label!r}{nearest(label, names)}; it has {', '.join(names)}"
+            f"{model} is a classifier of kind {classifier.kind!r}; toxicity needs one of kind "
+            "'binary', trained with toxic texts as the positives"
         )
-    pieces = [pieces_of(text, chunk_characters) for text in texts]
-    flat = [piece for each in pieces for piece in each]
-    if not flat:
-        return [None] * len(texts)
-    labels, probabilities = classifier.predict(flat, k=len(names))
-    wanted = f"__label__{label}"
-    scores = [
-        min(float(p[found.index(wanted)]), 1.0) if wanted in found else 0.0
-        for found, p in zip(map(list, labels), probabilities, strict=True)
-    ]
+    size = min(chunk_characters, classifier.card["settings"]["max_chars"])
+    pieces = [pieces_of(text, size) for text in texts]
+    scores = classifier.score([piece for each in pieces for piece in each]).tolist()
     ends = np.cumsum([len(each) for each in pieces]).tolist()
     return [
-        max(scores[end - len(each) : end]) if each else None
+        min(max(scores[end - len(each) : end]), 1.0) if each else None
         for end, each in zip(ends, pieces, strict=True)
     ]
 
 
 def pieces_of(text: str, num_characters: int) -> list[str]:
-    """The text on one line, cut between words into pieces of at most about num_characters."""
+    """The text on one line, cut between words into pieces of at most num_characters."""
     line = " ".join(text.split())
     pieces, start = [], 0
     while start < len(line):
@@ -306,20 +289,3 @@ def pieces_of(text: str, num_characters: int) -> list[str]:
         pieces.append(line[start:stop])
         start = stop + (line[stop : stop + 1] == " ")
     return pieces
-
-
-@lru_cache(maxsize=4)
-def _load(model: str) -> Any:
-    import fasttext
-
-    path = Path(model)
-    path = path / "model.bin" if path.is_dir() else path
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no classifier {path}; model is a folder that "
-            "`stepwell train-quality-classifier` wrote, or a fastText file"
-        )
-    try:
-        return fasttext.load_model(str(path))
-    except (ValueError, RuntimeError) as error:
-        raise DataError(f"{path} is not a fastText model: {error}") from error
