@@ -73,9 +73,10 @@ def read_documents(
     inputs: Sequence[str], text_column: str = "text"
 ) -> Iterator[Document | Dropped]:
     """Documents of each input in order: files of rows, text, code, HTML or WARC, those of a folder,
-    a curated folder, or Python's own library by name. A file that can't be read is a Dropped.
+    a curated folder, or Python's own library by name. In a folder, a file that can't be read is a
+    Dropped.
 
-    Raises DataError for no input, and for one that holds nothing to read.
+    Raises DataError for no input, for one that holds nothing to read, and for a damaged file.
     """
     if not inputs:
         raise DataError(
@@ -86,11 +87,22 @@ def read_documents(
 
 
 def _read_input(name: str, text_column: str) -> Iterable[Document | Dropped]:
-    from stepwell.data.sources.pieces import open_source
+    from stepwell.data.sources.pieces import (
+        curated_documents,
+        is_curated,
+        kind_of_file,
+        open_source,
+    )
     from stepwell.data.sources.rows import rows
+    from stepwell.data.sources.texts import text_files
 
-    if (Path(name) / "kept.jsonl").is_file():
-        return rows(Path(name) / "kept.jsonl", text_column)
+    path = Path(name)
+    if is_curated(path):
+        return curated_documents(path, text_column)
+    if path.is_file() and kind_of_file(path.name) in ("jsonl", "parquet"):
+        return rows(path, text_column)
+    if path.is_file() and kind_of_file(path.suffix) in ("text", "code"):
+        return text_files([path])
     return open_source(name, text_column=text_column)
 
 

@@ -19,6 +19,8 @@ MAX_ELEMENTS = 100_000
 # Where libxml2 stops parsing: what lies deeper, and all behind it, would be lost unseen.
 MAX_DEPTH = 255
 MAX_TAG_BYTES = 100_000
+# Above this share of control and replacement characters a page was no text, or of another encoding.
+MAX_STRANGE = 0.01
 MAX_ATTRIBUTE_BYTES = 1_000
 MAX_HTML_BYTES = 16 * MIB
 # HTML's encoding sniffing looks for a declaration in so many bytes (WHATWG, prescan).
@@ -52,11 +54,16 @@ def page_document(
     """The main text of a page, without navigation, comments and repeated parts of the site. Its
     title, url, date and language (`html_lang`), as far as it declares them, join the meta.
 
-    Reasons: `html_too_complex` (above MAX_ELEMENTS, or deeper than MAX_DEPTH), `html_no_text`.
+    Reasons: `undecodable` (above MAX_STRANGE), `html_too_complex` (above MAX_ELEMENTS, or deeper
+    than MAX_DEPTH), `html_no_text`.
     Extraction favours precision, as for FineWeb (Penedo et al. 2024, arXiv 2406.17557, section 3).
     """
     import trafilatura
 
+    num_strange = len(CONTROL.findall(page)) + page.count("\ufffd")
+    if num_strange > MAX_STRANGE * len(page):
+        detail = f"{num_strange:,} of {len(page):,} characters are none of a text"
+        return Dropped(doc_id, source, "undecodable", detail)
     num_marks = page.count("<")
     if num_marks > 4 * MAX_ELEMENTS:
         return Dropped(doc_id, source, "html_too_complex", f"{num_marks:,} tags")

@@ -12,6 +12,8 @@ from typing import BinaryIO
 from stepwell.types import DataError
 
 CHUNK_BYTES = 2**20
+# What is lost before a fault in the middle of a gzip stream.
+GZIP_STEP_BYTES = 2**13
 # What 512 compressed bytes become is bounded: blocks of 128 KiB, of 4 bytes each at least.
 ZSTD_STEP_BYTES = 512
 ZSTD_WINDOW_BYTES = 2**27
@@ -163,7 +165,7 @@ def _gunzipped(path: str | Path, file: BinaryIO) -> Iterator[bytes]:
     """All members (RFC 1952); zeros after the last are padding."""
     member = zlib.decompressobj(wbits=31)
     begun = False
-    for data in _read_chunks(path, file, 2**16):
+    for data in _read_chunks(path, file, GZIP_STEP_BYTES):
         while data:
             if not begun and not (data := data.lstrip(b"\0")):
                 break

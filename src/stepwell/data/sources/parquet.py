@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,8 @@ def read_parquet(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
     try:
         check_column(piece.path, file, spec.text_column)
     except DataError as error:
-        raise FileFault(piece.path, "missing_column", str(error)) from error
+        detail = str(error).removeprefix(f"{piece.path} ")
+        raise FileFault(piece.path, "missing_column", detail) from error
     counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
     if not sum(counts):
         raise FileFault(piece.path, "empty_file", "holds no rows")
@@ -66,7 +68,7 @@ def read_parquet(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
                 if left_bytes < 0:
                     raise bomb(piece.path, spec.max_compression_ratio, piece.size_bytes)
                 number += 1
-                yield _item(row, num_bytes, f"{piece.name}:{number}", spec)
+                yield _item(row, f"{piece.name}:{number}", spec)
         except FileFault:
             raise
         except _faults() as error:
@@ -79,8 +81,9 @@ def open_parquet(path: str | Path, dictionaries: Sequence[str] = ()) -> pq.Parqu
     """dictionaries: columns that are left as values and indices. Raises FileFault."""
     import pyarrow.parquet as pq
 
-    with open_plain(path):
-        pass
+    with open_plain(path) as plain:
+        if not os.fstat(plain.fileno()).st_size:
+            raise FileFault(path, "empty_file", "is empty")
     try:
         return pq.ParquetFile(
             str(path), read_dictionary=list(dictionaries), pre_buffer=False, buffer_size=MIB
@@ -99,18 +102,52 @@ def check_column(path: str | Path, file: pq.ParquetFile, column: str) -> None:
         )
 
 
-Row = dict[str, Any] | None
+# A row's values, or the reason and detail of one that can't be had.
+Row = dict[str, Any] | tuple[str, str]
 
 
 def _rows(path: str, file: pq.ParquetFile, group: int, max_bytes: int) -> Iterator[tuple[Row, int]]:
-    """The rows and their bytes; None for one above max_bytes."""
+    """The rows and their bytes."""
     for batch in _batches(path, file, group):
+        batch = _with_written_times(batch)
         sizes = _row_bytes(batch)
-        if max(sizes, default=0) <= max_bytes and sum(sizes) <= 2 * BATCH_BYTES:
-            yield from zip(batch.to_pylist(), sizes, strict=True)
+        is_small = max(sizes, default=0) <= max_bytes and sum(sizes) <= 2 * BATCH_BYTES
+        values = _values(batch) if is_small else None
+        if values is not None:
+            yield from zip(values, sizes, strict=True)
             continue
         for i, size in enumerate(sizes):
-            yield batch.slice(i, 1).to_pylist()[0] if size <= max_bytes else None, size
+            yield _row(batch, i, size, max_bytes), size
+
+
+def _values(batch: pa.RecordBatch) -> list[dict[str, Any]] | None:
+    """None where one of the rows can't be had; `_row` finds which."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _row(batch: pa.RecordBatch, i: int, size: int, max_bytes: int) -> Row:
+    if size > max_bytes:
+        return "too_large", f"the row has {size:,} bytes, above {max_bytes:,}"
+    try:
+        return batch.slice(i, 1).to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        return "undecodable", str(error)[:300]
+
+
+def _with_written_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Times as text: Python's own end at year 9999 and at microseconds."""
+    import pyarrow as pa
+
+    columns = [
+        column.cast(pa.string())
+        if pa.types.is_temporal(column.type) and not pa.types.is_interval(column.type)
+        else column
+        for column in batch.columns
+    ]
+    return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
 def _row_bytes(batch: pa.RecordBatch) -> list[int]:
@@ -135,10 +172,9 @@ def _row_bytes(batch: pa.RecordBatch) -> list[int]:
     return total.tolist()
 
 
-def _item(row: Row, num_bytes: int, place: str, spec: SourceSpec) -> Item:
-    if row is None:
-        detail = f"the row has {num_bytes:,} bytes, above {spec.max_document_bytes:,}"
-        return Dropped(place, spec.name, "too_large", detail)
+def _item(row: Row, place: str, spec: SourceSpec) -> Item:
+    if isinstance(row, tuple):
+        return Dropped(place, spec.name, *row)
     return document_of(Record(place, row), spec.text_column, spec.id_column, spec.name)
 
 

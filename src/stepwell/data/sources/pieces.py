@@ -19,7 +19,7 @@ from stepwell.data.sources.html import read_html
 from stepwell.data.sources.opening import PACKED_SUFFIXES, FileFault, shown_name
 from stepwell.data.sources.parquet import open_parquet, read_parquet
 from stepwell.data.sources.python_library import stdlib_code, stdlib_prose
-from stepwell.data.sources.rows import JSON_SUFFIXES, read_jsonl
+from stepwell.data.sources.rows import JSON_SUFFIXES, read_jsonl, rows
 from stepwell.data.sources.spec import MIB, Kind, Piece, SourceSpec
 from stepwell.data.sources.texts import CODE_SUFFIXES, TEXT_SUFFIXES, Item, read_text, unpacked_name
 from stepwell.data.sources.trees import walk
@@ -28,6 +28,8 @@ from stepwell.types import DataError, Document, Dropped, nearest
 
 # Plain JSONL and Parquet above it are cut.
 PIECE_BYTES = 64 * MIB
+# Where the documents of a curated folder are.
+CURATED = "documents"
 PYTHON_SOURCES = ("stdlib-code", "stdlib-prose")
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": TEXT_SUFFIXES,
@@ -154,6 +156,8 @@ def _items(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
 def _plan_path(place: str, kind: Kind, split: str | None) -> list[Piece]:
     if place in PYTHON_SOURCES and not os.path.lexists(place):
         return [Piece(place, place, place)]
+    if is_curated(place):
+        return _plan_folder(Path(place) / CURATED, kind, split)
     if os.path.isdir(place):
         return _plan_folder(Path(place), kind, split)
     if os.path.lexists(place):
@@ -177,6 +181,17 @@ def _plan_path(place: str, kind: Kind, split: str | None) -> list[Piece]:
     if not pieces:
         raise DataError(f"{place!r} matches no file{f' of split {split!r}' if split else ''}")
     return pieces
+
+
+def is_curated(place: str | Path) -> bool:
+    """Whether `stepwell curate` has made this folder."""
+    return os.path.isfile(os.path.join(place, "curation.json"))
+
+
+def curated_documents(folder: str | Path, text_column: str = "text") -> Iterator[Item]:
+    """What a curation kept, each document with the source that it came from. Raises DataError."""
+    for path in sorted((Path(folder) / CURATED).iterdir()):
+        yield from rows(path, text_column)
 
 
 def _fixed_part(pattern: str) -> str:
@@ -346,9 +361,9 @@ def _unique_names(pieces: list[Piece]) -> list[Piece]:
 def _check_libraries(pieces: Sequence[Piece]) -> None:
     kinds = {piece.kind for piece in pieces}
     needs = {"html": ("trafilatura",), "warc": ("trafilatura", "warcio")}
-    for kind, names in needs.items():
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-        if kind in kinds and missing:
+    for kind in kinds & needs.keys():
+        missing = [name for name in needs[kind] if importlib.util.find_spec(name) is None]
+        if missing:
             raise DataError(
                 f"reading {kind.upper()} needs {' and '.join(missing)}: pip install 'stepwell[web]'"
             )

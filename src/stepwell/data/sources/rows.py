@@ -25,8 +25,8 @@ from stepwell.types import DataError, Dropped, nearest
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# Below it, what json.loads has read json.dumps can write.
-SAFE_DEPTH = 100
+# Deeper rows could be read here, and then not written or read again deeper in the stack.
+MAX_DEPTH = 200
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,18 @@ def document_of(record: Record, text_column: str, id_column: str, source: str) -
     if values.get("source") in (None, source):
         values.pop("source", None)
     meta = values.pop("meta", None)
+    if isinstance(meta, str):
+        meta = _object(meta)
     meta = {**meta, **values} if isinstance(meta, Mapping) else values
     return checked(doc_id, text, source, meta)
+
+
+def _object(text: str) -> Any:
+    """What a Parquet column of JSON holds; other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _lines_of(piece: Piece, spec: SourceSpec) -> Iterator[Line]:
@@ -204,18 +214,29 @@ def _checked_start(path: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unwritable(line: bytes, record: Record, source: str) -> Dropped | None:
-    """Why a row that was read could not be written again: half of a surrogate pair outside its
-    text, or nesting. Checked only where the line could hold such."""
-    deep = line.count(b"[") + line.count(b"{") > SAFE_DEPTH
-    if not deep and b"\\ud" not in line and b"\\uD" not in line:
-        return None
-    try:
-        json.dumps(dict(record.values), ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        return Dropped(record.id, source, "undecodable", str(error))
-    except RecursionError:
-        return Dropped(record.id, source, "broken_json", "nested too deeply")
+    """Why a row that was read could not be written again: nesting, or half of a surrogate pair
+    anywhere in it. Looked at only where the line could hold such."""
+    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(record.values) > MAX_DEPTH:
+        return Dropped(record.id, source, "broken_json", f"nested more than {MAX_DEPTH} deep")
+    if b"\\ud" in line or b"\\uD" in line:
+        try:
+            json.dumps(dict(record.values), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return Dropped(record.id, source, "undecodable", str(error))
     return None
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return depth
 
 
 def _json_records(path: Path) -> Iterator[Record | Dropped]:

@@ -39,16 +39,22 @@ def read_warc(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
 
     Raises FileFault where the file ends or is damaged; what came before was handed out.
     """
-    number = 0
+    number = num_read = 0
     try:
         for number, record in enumerate(_records(piece, spec), 1):
             if record.rec_type in CONTENT_RECORDS:
+                num_read += 1
                 yield _document(record, f"{piece.name}:{number}", piece, spec)
     except _faults() as error:
         detail = f"can't be read after record {number}: {error}"[:300]
         raise FileFault(piece.path, "damaged_file", detail) from error
     if number == 0:
+        if not piece.size_bytes:
+            raise FileFault(piece.path, "empty_file", "is empty")
         raise FileFault(piece.path, "damaged_file", "holds no WARC record")
+    if num_read == 0:
+        detail = f"none of its {number:,} records is one of {', '.join(CONTENT_RECORDS)}"
+        raise FileFault(piece.path, "warc_no_content", detail)
 
 
 def _records(piece: Piece, spec: SourceSpec) -> Iterator[ArcWarcRecord]:
