@@ -14,6 +14,11 @@ from stepwell.schema import dotted_keys
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+# Commands whose help is one for each of these.
+ACTIONS = {
+    "tokenizer": ("train", "encode"),
+    "mix": ("sweep", "fit", "propose", "doremi", "validate"),
+}
 KEY_ROW = re.compile(r"^\| `([\w.]+)` \| (.*?) \| (?:`(.*?)`)? \| (\S.*) \|$", re.MULTILINE)
 
 
@@ -47,7 +52,7 @@ def test_the_options_of_a_page_exist(name):
     text = (DOCS / "commands" / f"{name}.md").read_text("utf-8")
     others = re.compile(rf"(torchrun|stepwell (?!{name}\b)).*")
     page = "\n".join(line for line in text.splitlines() if not others.match(line))
-    actions = ["train", "encode"] if name == "tokenizer" else [None]
+    actions = ACTIONS.get(name, (None,))
     shown = ""
     for action in actions:
         words = [name, *([action] if action else []), "--help"]

@@ -73,6 +73,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "train a byte-level BPE, and turn documents into a token store",
             "stepwell.commands.tokenizer:main",
         ),
+        Command(
+            "mix",
+            "domain weights by evidence: proxy runs, a law, a proposal, a check",
+            "stepwell.commands.mix:main",
+        ),
     ),
     "Training": (
         Command(

@@ -42,8 +42,11 @@ def test_dirichlet_is_centred_on_its_base_and_its_strength_concentrates():
 
 def test_maximin_takes_the_corners_first_and_spreads_more_than_dirichlet():
     first = np.array([0.4, 0.3, 0.3])
-    rows = maximin_design(first, 12)
+    rows = maximin_design(first, 12, least=0)
     assert {tuple(row) for row in rows[:3]} == {(1, 0, 0), (0, 1, 0), (0, 0, 1)}
+    inside = maximin_design(first, 12, least=0.3)
+    assert inside.min() == pytest.approx(0.1)
+    assert inside[:3].max(1) == pytest.approx([0.8] * 3)
 
     def closest(points):
         apart = np.linalg.norm(points[:, None] - points[None], axis=2)

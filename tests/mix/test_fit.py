@@ -85,7 +85,7 @@ def test_unusable_runs_are_refused(change, said):
 
 
 def test_five_mixtures_of_three_domains_are_enough():
-    assert fit.fit("log-linear", *runs(5)).slopes_OD.shape == (2, 3)
+    assert fit.fit_log_linear(*runs(5)).slopes_OD.shape == (2, 3)
 
 
 def test_trees_say_what_to_install(monkeypatch):

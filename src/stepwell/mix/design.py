@@ -16,7 +16,7 @@ from stepwell.types import ConfigError
 POWER = 0.5
 STRENGTHS = (0.1, 5.0)
 MIN_WEIGHT = 1e-3
-POOL = 4096
+POOL, LEAST = 4096, 0.2
 
 
 def proportions(sizes: Sequence[float] | np.ndarray, power: float = 1.0) -> np.ndarray:
@@ -54,10 +54,11 @@ def dirichlet_design(
 
 
 def maximin_design(
-    first: np.ndarray, num_runs: int, seed: int = 0, min_weight: float = MIN_WEIGHT
+    first: np.ndarray, num_runs: int, seed: int = 0, least: float = LEAST
 ) -> np.ndarray:
-    """(R, D): spread over the whole simplex. Each mixture is the one of a large pool, corners
-    included, that lies farthest from those before it (maximin distance: Johnson, Moore and
+    """(R, D): spread over the mixtures that give every domain at least `least` of an even share
+    (near 0 losses rise in a way that no exponential follows). Each is the one of a large pool,
+    corners included, that lies farthest from those before it (maximin distance: Johnson, Moore and
     Ylvisaker, 1990). Best for few domains.
 
     first: mixtures (any number, D) that are run anyway; the design keeps away from them too.
@@ -66,11 +67,12 @@ def maximin_design(
     num_domains = first.shape[1]
     generator = np.random.default_rng([seed, num_domains])
     pool = np.vstack([np.eye(num_domains), generator.dirichlet(np.ones(num_domains), POOL)])
+    pool = least / num_domains + (1 - least) * pool
     nearest = np.linalg.norm(pool[:, None] - first[None], axis=2).min(1)
     rows = []
     for _ in range(num_runs):
         best = int(nearest.argmax())
-        rows.append(_without_crumbs(pool[best], min_weight))
+        rows.append(pool[best])
         nearest = np.minimum(nearest, np.linalg.norm(pool - pool[best], axis=1))
     return np.array(rows).reshape(num_runs, num_domains)
 

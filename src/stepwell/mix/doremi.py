@@ -17,16 +17,17 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
-from stepwell.data.loader import num_windows, pretrain_stream
+from stepwell.data.loader import State, num_windows, pretrain_stream
 from stepwell.data.store import TokenStore
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.transformer import TokenOutputs
-from stepwell.parallel.mesh import all_reduce_sum
+from stepwell.parallel.mesh import Mesh, all_reduce_sum
 from stepwell.train.checkpoint import load_weights, of_run_or_itself
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, masked_sum
 from stepwell.train.pretrain import open_stores
 from stepwell.train.session import Session, open_session
+from stepwell.train.streams import Stream
 from stepwell.types import ConfigError
 
 STEP_SIZE = 1.0
@@ -170,23 +171,30 @@ def _reference(run: Run, reference: str | Path, session: Session) -> Engine:
 
 def _restored(
     run: Run, stores: Sequence[TokenStore], session: Session, extra: dict[str, Any] | None
-):
+) -> tuple[Weights, Stream]:
     """The weights and the stream as they were with the last checkpoint."""
-    extra, mesh = extra or {}, session.engine.mesh
-    stream = pretrain_stream(
+    extra = extra or {}
+    stream = even_stream(run, stores, session.engine.mesh, extra.get(STREAM))
+    known = extra.get("weights")
+    session.pause()
+    return Weights.load(known) if known else Weights.uniform(len(stores)), stream
+
+
+def even_stream(
+    run: Run, stores: Sequence[TokenStore], mesh: Mesh, state: State | None = None
+) -> Stream:
+    """Rows of all stores in turn; they may be read as often as it takes."""
+    return pretrain_stream(
         [(store, 1.0) for store in stores],
         run.data.seq_len,
         run.train.global_batch_rows,
         rank=mesh.data_rank,
         world=mesh.data_world,
         seed=run.train.seed,
-        state=extra.get(STREAM),
+        state=state,
         document_mask=run.data.document_mask,
         order=run.data.order,
     )
-    known = extra.get("weights")
-    session.pause()
-    return Weights.load(known) if known else Weights.uniform(len(stores)), stream
 
 
 def with_domains(batch: Batch, stores: Sequence[TokenStore], seq_len: int) -> Batch:

@@ -152,10 +152,8 @@ def _fit_outcome(
         np.concatenate([[-1e-9], np.full(num_domains, -np.inf)]),
         np.concatenate([[highest], np.full(num_domains, np.inf)]),
     )
-    found = [
-        least_squares(residuals, begin, jacobian, bounds=bounds, x_scale="jac", max_nfev=200)
-        for begin in begins
-    ]
+    settings: dict[str, Any] = {"jac": jacobian, "bounds": bounds, "x_scale": "jac"}
+    found = [least_squares(residuals, begin, max_nfev=200, **settings) for begin in begins]
     best = min(found, key=lambda result: result.cost).x
     return float(best[0]), best[1:]
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepwell.mix.design import proportions
-from stepwell.mix.fit import Law, LogLinear, Quality, Trees, bootstrap, cross_validate, fit
+from stepwell.mix.fit import (
+    Law,
+    LogLinear,
+    Quality,
+    Trees,
+    bootstrap,
+    cross_validate,
+    fit,
+    measure,
+)
 from stepwell.types import ConfigError, DataError
 
 # Up to 4 epochs, repeated data are nearly as good as new ones (2305.16264).
@@ -50,7 +59,8 @@ class Proposal:
 
     target losses are in nats, predicted; gain_low, gain_high: 5 and 95 % of the bootstrap.
     noise: standard deviation of the target's error when a run is left out of the fit.
-    spearman: rank correlation of the target, predicted for runs left out.
+    predicted_runs: the target of each run, predicted without it; spearman: their rank correlation
+    with what was measured.
     """
 
     law: Law
@@ -65,6 +75,7 @@ class Proposal:
     gain_high: float
     noise: float
     spearman: float
+    predicted_runs: tuple[float, ...]
     decision: str
     why: str
 
@@ -148,6 +159,7 @@ def propose(
         gain_high=gain_high,
         noise=noise,
         spearman=spearman,
+        predicted_runs=tuple((quality.predicted_RO @ target_O).tolist()),
         decision=decision,
         why=why,
     )
@@ -241,11 +253,8 @@ def target_quality(
     quality: Quality, losses_RO: np.ndarray, target_O: np.ndarray
 ) -> tuple[float, float]:
     """(noise in nats, rank correlation) of the target's predictions for runs left out."""
-    from scipy.stats import spearmanr
-
-    predicted_R, measured_R = quality.predicted_RO @ target_O, losses_RO @ target_O
-    noise = float(np.sqrt(((predicted_R - measured_R) ** 2).mean()))
-    return noise, float(spearmanr(predicted_R, measured_R).statistic)
+    found = measure((quality.predicted_RO @ target_O)[:, None], (losses_RO @ target_O)[:, None])
+    return float(found.rmse_O[0]), float(found.spearman_O[0])
 
 
 def decide(gain: float, gain_low: float, noise: float, spearman: float) -> tuple[str, str]:
