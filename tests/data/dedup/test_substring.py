@@ -141,9 +141,9 @@ def test_white_space_and_nul_are_bytes_as_any():
 
 
 def test_more_than_fits_at_once_gives_the_same_in_parts(tmp_path):
-    docs = [d for d in stdlib_prose() if isinstance(d, Document)][:120]
+    docs = [d for d in stdlib_prose() if isinstance(d, Document)][:60]
     whole = run_step(SubstringDedup(min_bytes=60), docs)
-    parts = run_step(SubstringDedup(min_bytes=60, max_bytes_at_once=60_000), docs, 3)
+    parts = run_step(SubstringDedup(min_bytes=60, max_bytes_at_once=30_000), docs, 3)
     assert whole.edits
     assert (parts.kept, parts.edits, parts.removed) == (whole.kept, whole.edits, whole.removed)
     assert parts.summary["parts"] > 3 > whole.summary["parts"]
@@ -203,7 +203,7 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(st.lists(PIECES, max_size=5).map("".join), max_size=7)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(TEXTS, st.randoms(), st.integers(1, 5))
 def test_cuts_are_justified_and_free_of_shards_and_order(texts, random, num_shards):
     docs = documents_of(*texts)
@@ -217,7 +217,7 @@ def test_cuts_are_justified_and_free_of_shards_and_order(texts, random, num_shar
     assert (other.kept, other.edits) == (result.kept, result.edits)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(st.text("ab", max_size=60), max_size=5))
 def test_every_far_repeat_is_found(texts):
     """Of all windows, those that a whole earlier one equals are gone."""
@@ -243,7 +243,7 @@ def naive(texts: list[str], width: int) -> list[str]:
             for t, g in zip(texts, cut, strict=True)]  # fmt: skip
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=200).map(lambda b: bytes(c % 3 + 97 for c in b)), st.integers(4, 20))
 def test_equal_windows_are_all_of_them(content, width):
     content = content[:90] + bytes([SEPARATOR]) + content[90:]

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import xxhash
 
 from stepwell.data.batches import name_of
+from stepwell.data.dedup.decision import ranked_documents
+from stepwell.data.dedup.survivor import ranked
 from stepwell.data.steps import Shard, read_batches
 
 PART_ENTRIES = 1 << 23  # sorted at once: about 0.4 GB
-NAMES = pa.schema([("key", pa.uint64()), ("source", pa.string()), ("id", pa.string())])
 PAIR = np.dtype([("hash", np.uint64), ("rank", np.uint32)])
 
 
@@ -36,32 +35,11 @@ class Order:
     key: np.ndarray
 
 
-def text_digests(batch: pa.RecordBatch) -> np.ndarray:
-    """(rows,) uint64: orders documents of one name."""
-    texts = batch["text"].to_pylist()
-    return np.array([xxhash.xxh3_64_intdigest(text.encode()) for text in texts], np.uint64)
-
-
 def document_order(shards: Sequence[Shard]) -> Order:
-    """Reads the columns key, source and id of all documents and `digest` of their sketches."""
-    tables = [
-        pa.Table.from_batches(
-            [batch.select(NAMES.names) for batch in read_batches(shard.documents)], NAMES
-        )
-        for shard in shards
-    ]
-    digests = [batch["digest"] for shard in shards for batch in read_batches(shard.sketch)]
-    sizes = np.array([table.num_rows for table in tables], np.int64)
-    whole = pa.concat_tables([NAMES.empty_table(), *tables])
-    whole = whole.append_column("digest", pa.chunked_array(digests, pa.uint64()))
-    keys = [(name, "ascending") for name in ("source", "id", "digest", "key")]
-    order = (
-        pc.sort_indices(  # pyright: ignore[reportAttributeAccessIssue]
-            whole, sort_keys=keys
-        )
-        .to_numpy()
-        .astype(np.int64)
-    )
+    """Reads the columns key, source and id of documents and `rank_columns` of their sketches."""
+    order = ranked(ranked_documents(shards), ())
+    sizes = np.array([sum(b.num_rows for b in read_batches(s.documents)) for s in shards], np.int64)
+    keys = [b["key"].to_numpy() for s in shards for b in read_batches(s.documents)]
     ranks = np.empty(len(order), np.int64)
     ranks[order] = np.arange(len(order))
     ends = np.cumsum(sizes)
@@ -70,7 +48,7 @@ def document_order(shards: Sequence[Shard]) -> Order:
         ranks=np.split(ranks, ends[:-1]),
         shard=shard,
         row=order - (ends - sizes)[shard],
-        key=whole["key"].to_numpy()[order],
+        key=np.concatenate([np.empty(0, np.uint64), *keys])[order],
     )
 
 
@@ -79,10 +57,11 @@ def names_at(shards: Sequence[Shard], order: Order, places: np.ndarray) -> list[
     names: list[str] = [""] * len(places)
     for number, shard in enumerate(shards):
         here = np.flatnonzero(order.shard[places] == number)
-        batches = [batch.select(NAMES.names) for batch in read_batches(shard.documents)]
-        table = pa.Table.from_batches(batches, NAMES)
-        rows = table.take(pa.array(order.row[places[here]], pa.int64())).to_pylist()
-        for i, row in zip(here, rows, strict=True):
+        if not len(here):
+            continue
+        batches = [batch.select(["source", "id"]) for batch in read_batches(shard.documents)]
+        rows = pa.Table.from_batches(batches).take(pa.array(order.row[places[here]])).to_pylist()
+        for i, row in zip(here.tolist(), rows, strict=True):
             names[i] = name_of(row["source"], row["id"])
     return names
 

@@ -26,10 +26,10 @@ from stepwell.data.dedup.counting import (
     found_at,
     names_at,
     repeated_hashes,
-    text_digests,
 )
 from stepwell.data.dedup.cuts import Cuts, cut_out, merged
 from stepwell.data.dedup.exact import normalise
+from stepwell.data.dedup.survivor import rank_columns
 from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
 
 Mode = Literal["line", "paragraph"]
@@ -60,12 +60,12 @@ class LineDedup(GlobalStep):
     min_kept_characters: NonNegative = 50
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
-        """digest; units: the distinct hashes of a document's lines or paragraphs."""
+        """units: the distinct hashes of a document's lines or paragraphs."""
         hashes = [np.unique(self._hashes(text)[1]) for text in texts_of(batch)]
         offsets = np.cumsum([0, *map(len, hashes)])
         values = np.concatenate([np.empty(0, np.uint64), *hashes])
         units = pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
-        return {"digest": text_digests(batch), "units": units}
+        return {**rank_columns(batch, ()), "units": units}
 
     def decide(self, shards: Sequence[Shard], folder: Path) -> None:
         """Writes the hashes to cut with the key of the document that keeps them, and its name."""

@@ -29,10 +29,10 @@ from stepwell.data.dedup.counting import (
     found_at,
     names_at,
     repeated_hashes,
-    text_digests,
 )
 from stepwell.data.dedup.cuts import Cuts, cut_out
 from stepwell.data.dedup.suffix_array import SEPARATOR, equal_windows
+from stepwell.data.dedup.survivor import rank_columns
 from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
 from stepwell.types import DataError
 
@@ -58,14 +58,14 @@ class SubstringDedup(GlobalStep):
     min_kept_characters: NonNegative = 50
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
-        """digest; anchor and place: hashes and byte positions of the anchors of a document."""
+        """anchor and place: hashes and byte positions of the anchors of a document."""
         offsets, data = text_bytes(batch)
         places, hashes = find_anchors(data, offsets[1:], self.min_bytes)
         starts = np.searchsorted(places, offsets)
         within = places - np.repeat(offsets[:-1], np.diff(starts))
         borders = pa.array(starts, pa.int64())
         return {
-            "digest": text_digests(batch),
+            **rank_columns(batch, ()),
             "anchor": pa.LargeListArray.from_arrays(borders, pa.array(hashes)),
             "place": pa.LargeListArray.from_arrays(borders, pa.array(within.astype(np.uint32))),
         }
@@ -75,15 +75,15 @@ class SubstringDedup(GlobalStep):
         order = document_order(shards)
         texts = Texts(shards, order)
         hashes = self._repeated(shards, folder)
-        limits = part_limits(hashes, self._surroundings(shards, hashes), self)
-        occurrences = list(self._occurrences(shards, order, limits))
-        num_parts = 0 if limits is None else len(limits.last)
-        parts = [
-            np.unique(np.concatenate([o[part == i] for o, part in occurrences]))
-            for i in range(num_parts)
-        ]
-        del occurrences
-        places = self._regions(np.unique(np.concatenate([np.empty(0, np.uint64), *parts])), texts)
+        keys, anchors = self._occurrences(shards, order, hashes)
+        places = self._regions(np.unique(keys), texts)
+        last = np.array([len(hashes) - 1])
+        if places.num_bytes > self.max_bytes_at_once:
+            last = part_ends(self._surroundings(shards, hashes), self)
+        num_parts = len(last) if len(hashes) else 0
+        part_of = np.searchsorted(last, anchors)
+        parts = [np.unique(keys[part_of == i]) for i in range(num_parts)]
+        del keys, anchors, part_of
         for i, part in enumerate(parts):
             positions, starts = self._windows(self._regions(part, texts), places, texts)
             np.save(folder / f"positions-{i}.npy", positions)
@@ -144,21 +144,21 @@ class SubstringDedup(GlobalStep):
         return sizes
 
     def _occurrences(
-        self, shards: Sequence[Shard], order: Order, limits: PartLimits | None
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of repeated anchors: rank << 32 | place, and the part."""
-        if limits is None:
-            return
+        self, shards: Sequence[Shard], order: Order, hashes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where `hashes` occur: rank << 32 | place, and the index of the hash."""
+        keys, anchors = [np.empty(0, np.uint64)], [np.empty(0, np.int32)]
         for shard, ranks in zip(shards, order.ranks, strict=True):
             row = 0
             for batch in read_batches(shard.sketch):
                 lengths = batch["anchor"].value_lengths().to_numpy()
-                at = found_at(batch["anchor"].flatten().to_numpy(), limits.hashes)
+                at = found_at(batch["anchor"].flatten().to_numpy(), hashes)
                 rank = np.repeat(ranks[row : row + batch.num_rows], lengths)[at >= 0]
                 place = batch["place"].flatten().to_numpy()[at >= 0].astype(np.uint64)
-                part = np.searchsorted(limits.last, at[at >= 0])
-                yield rank.astype(np.uint64) << np.uint64(32) | place, part
+                keys.append(rank.astype(np.uint64) << np.uint64(32) | place)
+                anchors.append(at[at >= 0].astype(np.int32))
                 row += batch.num_rows
+        return np.concatenate(keys), np.concatenate(anchors)
 
     def _regions(self, occurrences: np.ndarray, texts: Texts) -> Regions:
         """All windows of min_bytes that hold one of these anchors (ascending)."""
@@ -248,19 +248,9 @@ def text_bytes(batch: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
     return borders - borders[0], whole[borders[0] : borders[-1]]
 
 
-@dataclass(frozen=True)
-class PartLimits:
-    """Repeated anchors, ascending, and the index of the last one of each part."""
-
-    hashes: np.ndarray
-    last: np.ndarray
-
-
-def part_limits(hashes: np.ndarray, sizes: np.ndarray, step: SubstringDedup) -> PartLimits | None:
-    """Parts around whose anchors there are at most max_bytes_at_once bytes (`sizes`: around each).
-    Raises DataError where one anchor has more."""
-    if not len(hashes):
-        return None
+def part_ends(sizes: np.ndarray, step: SubstringDedup) -> np.ndarray:
+    """The index of the last anchor of each part, such that a part has at most max_bytes_at_once
+    bytes around its anchors (`sizes`: around each). Raises DataError where one anchor has more."""
     if (most := int(sizes.max())) > step.max_bytes_at_once:
         raise DataError(
             f"substring-dedup: the copies of one sequence of {gram_size(step.min_bytes)} bytes "
@@ -274,7 +264,7 @@ def part_limits(hashes: np.ndarray, sizes: np.ndarray, step: SubstringDedup) -> 
     while not last or last[-1] < len(sums) - 1:
         last.append(int(np.searchsorted(sums, done + step.max_bytes_at_once, side="right")) - 1)
         done = sums[last[-1]]
-    return PartLimits(hashes, np.array(last))
+    return np.array(last)
 
 
 # --- which windows go ------------------------------------------------------------------------
