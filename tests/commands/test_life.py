@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from stepwell.cli import main
@@ -67,9 +68,10 @@ def run(capsys, *words: str) -> str:
 
 
 def test_curation_counts_every_drop(life):
-    report = json.loads((life / "clean" / "report.json").read_text())
-    assert report["by_reason"] == {"empty": 1, "missing_column": 1, "exact_duplicate": 1}
-    assert report["kept"]["docs"] == 64
+    report = json.loads((life / "clean" / "curation.json").read_text())
+    dropped = [step["dropped"] for step in report["tally"]["steps"].values()]
+    assert dropped == [{"empty": 1, "missing_column": 1}, {"exact_duplicate": 1}]
+    assert report["kept"]["docs"][0] == 64
 
 
 def test_every_stage_left_a_run(life):
@@ -126,12 +128,16 @@ def test_eval_scores_texts_choices_and_answers(life, capsys):
         ("generate rewarded --prompt x --temperature -1", 2, "temperature=-1.0"),
         ("export rewarded --out clean", 4, "clean is there already; choose another folder, or"),
         ("export rewarded --out clean", 4, "with --overwrite"),
-        ("curate --out y", 3, "no input"),
-        ("curate nowhere --out y", 3, "there is no input 'nowhere'"),
+        ("curate --out y", 2, "no input"),
+        ("curate nowhere --out y", 3, "there is nothing to read at 'nowhere'"),
         ("generate rewarded --prompts-file clean", 3, "clean is a folder; name the file in it"),
         ("curate stdlib-cod --out y", 3, "'stdlib-cod' (did you mean 'stdlib-code'?)"),
-        ("curate docs.bin --out y", 3, "texts from .txt, .md, .rst and source files such as .py"),
-        ("curate rows --out y", 3, "files of rows (.jsonl, .jsonl.gz, .parquet) are named one by"),
+        (
+            "curate docs.bin --out y",
+            3,
+            "docs.bin is of no known kind: set kind, or give a file in .txt",
+        ),
+        ("curate rows --out y", 3, "dropped        1  1. gopher-quality: gopher_too_few_words"),
         ("tokenizer trian x", 2, "did you mean 'train'?"),
         ("tokenizer encode clean --tokenizer tokenizer --out store", 3, "store exists already"),
         ("tokenizer train clean --vocab-size 512 --out tokenizer", 3, "give --overwrite"),
@@ -189,10 +195,10 @@ def test_curation_that_keeps_nothing_says_why_and_writes_nothing(life, capsys):
     assert main(["curate", "wrong.jsonl", "--out", "empty"]) == 3
     message = capsys.readouterr().err
     assert "no document is left of 4 records, so empty was not written" in message
-    assert "dropped        3  source: missing_column, e.g. wrong.jsonl:1: no 'text' (did you" in (
+    assert "dropped        3  read: missing_column, e.g. wrong.jsonl@0: no 'text' (did you" in (
         message
     )
-    assert "source: wrong_type, e.g. wrong.jsonl:3: the text is nothing (null)" in message
+    assert "read: wrong_type, e.g. wrong.jsonl@28: the text is nothing (null)" in message
     assert not list(life.glob("*empty*"))
 
 
@@ -204,11 +210,11 @@ def test_curation_reads_single_files_and_folders_of_text_and_code(life, capsys):
     inputs = ["notes", "mk.py", "one.rst"]
     out = run(capsys, "curate", *inputs, "--filters", "none", "--out", "read")
     assert out.startswith("read 6 records\nkept 6 documents, ")
-    kept = [json.loads(line) for line in (life / "read" / "kept.jsonl").open()]
+    kept = pq.read_table(life / "read" / "documents").to_pylist()
     assert [k["id"] for k in kept] == ["a.md", "b.txt", "c.py", "latin.py", "mk.py", "one.rst"]
     assert "Straße" in kept[3]["text"]
     out = run(capsys, *["curate", "mk.py", "--filters", "none", "--no-dedup", "--out", "one"])
-    assert out == "read 1 record\nkept 1 document, 0.0 kB: one\n"
+    assert out.startswith("read 1 record\nkept 1 document, 0.0 kB: one\n")
 
 
 @pytest.mark.parametrize("words", ["curate", "tokenizer train", "tokenizer encode", "generate"])

@@ -9,11 +9,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-WORDS = (
-    "the of and to that have with be river stone garden letter morning window silver quiet market "
-    "bridge captain forest paper harbour winter music answer travel simple number country water "
-    "morning engine leather station summer village kitchen flower thunder meadow basket"
-).split()
+TEXT = """
+the of and to that have with be river stone garden letter morning window silver quiet market bridge
+captain forest paper harbour winter music answer travel simple number country water engine leather
+station summer village kitchen flower thunder meadow basket
+"""
+WORDS = TEXT.split()
 
 
 def sentence(rng: random.Random) -> str:

@@ -21,9 +21,7 @@ def test_every_step_has_its_line():
 
     classes = {step_class(kind) for kind in recipes.STEPS}
     concrete = {c for base in (DocumentStep, GlobalStep) for c in below(base)}
-    ours = {
-        c for c in concrete if c.__module__.startswith("stepwell.") and "kind" in c.__annotations__
-    }
+    ours = {c for c in concrete if c.__module__.startswith("stepwell.")}
     assert ours - classes == set()
 
 
@@ -60,7 +58,7 @@ def test_it_is_the_same_value_after_a_file(tmp_path):
 def test_dotted_keys_reach_steps(tmp_path):
     values = {"sources": SOURCES, "steps": [{"kind": "gopher-quality"}]}
     recipe = Recipe.parse(values, {"steps.0.min_words": "7", "shard_bytes": "99"})
-    assert recipe.steps[0].min_words == 7
+    assert recipe.steps[0].model_dump()["min_words"] == 7
     assert recipe.shard_bytes == 99
 
 

@@ -13,10 +13,9 @@ from typing import Any
 import jinja2
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from stepwell.curate.tally import value_counts
-from stepwell.data.batches import SCHEMA
+from stepwell.data.batches import SCHEMA, text_bytes
 from stepwell.data.store import TokenStore
 
 NUM_BINS, NUM_VALUES = 20, 25
@@ -78,7 +77,7 @@ def sources_table(curation: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def label_tables(batches: Sequence[pa.RecordBatch]) -> list[dict[str, Any]]:
     """The distribution of the kept documents over each label, and over their length in bytes."""
-    lengths = [pc.binary_length(batch["text"]).to_numpy(zero_copy_only=False) for batch in batches]
+    lengths = [text_bytes(batch).to_numpy(zero_copy_only=False) for batch in batches]
     tables = [{"name": "bytes of a document", **histogram(np.concatenate(lengths), log=True)}]
     names = sorted({name for batch in batches for name in batch.schema.names} - set(SCHEMA.names))
     for name in names:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stepwell.curate.datasheet import label_tables, render, store_tables
 from stepwell.curate.plan import Plan
 from stepwell.curate.recipe import StoreSpec
 from stepwell.curate.tasks import shards_of, stage_folder
-from stepwell.data.batches import documents, texts_of
+from stepwell.data.batches import documents, pc, texts_of
 from stepwell.data.decontam.index import open_index
 from stepwell.data.decontam.report import contamination_report, write_report
 from stepwell.data.decontam.step import Decontaminate
@@ -45,8 +44,8 @@ def publish(plan: Plan, work: Path, out: Path, counts: dict[str, Any]) -> None:
     gather(plan, work, "edits", final / EDITS_FOLDER)
     if plan.recipe.store is not None:
         write_stores(plan.recipe.store, kept_batches(plan, work), final / STORE)
-    counts["contamination"] = contamination(plan, work)
-    for number, report in enumerate(counts["contamination"]):
+    counts["contamination"] = reports = contamination(plan, work)
+    for number, report in enumerate(reports):
         write_report(report, final / f"contamination{number or ''}.json")
     counts["stores"] = store_tables(final / STORE)
     labels = label_tables(list(kept_batches(plan, work)))
@@ -77,14 +76,15 @@ def write_documents(plan: Plan, work: Path, folder: Path) -> None:
         else:
             with target.open("w", encoding="utf-8") as lines:
                 for doc in (doc for batch in batches for doc in documents(batch)):
-                    values = {"id": doc.id, "source": doc.source, "text": doc.text}
-                    values["meta"] = doc.meta
+                    values = {
+                        "id": doc.id, "source": doc.source, "text": doc.text, "meta": doc.meta
+                    }  # fmt: skip
                     lines.write(json.dumps(values, ensure_ascii=False, default=str) + "\n")
 
 
 def contamination(plan: Plan, work: Path) -> list[dict[str, Any]]:
     """What each decontamination found, in what it removed and in what it let pass."""
-    reports = []
+    reports: list[dict[str, Any]] = []
     for step in plan.recipe.steps:
         if isinstance(step, Decontaminate):
             index = open_index(step.index)

@@ -30,6 +30,7 @@ STEPS = {
     "quality-top": "stepwell.data.quality.buckets:QualityTop",
     "quality-buckets": "stepwell.data.quality.buckets:QualityBuckets",
     "perplexity": "stepwell.curate.perplexity:Perplexity",
+    "perplexity-buckets": "stepwell.data.quality.perplexity:PerplexityBuckets",
     "pii": "stepwell.data.safety.pii:Pii",
     "toxic-words": "stepwell.data.safety.toxicity:ToxicWords",
     "toxicity": "stepwell.data.safety.toxicity:Toxicity",

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from stepwell.data.batches import text_bytes
 from stepwell.types import StepwellError
 
 NUM_EXAMPLES = 3
@@ -26,7 +26,7 @@ def new_tally() -> Tally:
 
 def volumes(batch: pa.RecordBatch) -> dict[str, list[int]]:
     """source -> [documents, UTF-8 bytes of text]."""
-    table = pa.table({"source": batch["source"], "size": pc.binary_length(batch["text"])})
+    table = pa.table({"source": batch["source"], "size": text_bytes(batch)})
     grouped = table.group_by("source").aggregate([("size", "count"), ("size", "sum")])
     return {row["source"]: [row["size_count"], row["size_sum"] or 0] for row in grouped.to_pylist()}
 
@@ -64,8 +64,8 @@ def count_step(
     tally["steps"][name] = _sum(tally["steps"][name], entry) if name in tally["steps"] else entry
 
 
-def value_counts(column: pa.Array) -> dict[str, int]:
-    return {row["values"]: row["counts"] for row in pc.value_counts(column).to_pylist()}
+def value_counts(column: pa.Array | pa.ChunkedArray) -> dict[str, int]:
+    return {row["values"]: row["counts"] for row in column.value_counts().to_pylist()}
 
 
 def examples_of(removed: pa.RecordBatch) -> dict[str, list[dict[str, str]]]:

@@ -20,12 +20,19 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stepwell.curate.plan import Plan, Read, Stage, read_plan, write_json
 from stepwell.curate.tally import Tally, count_read, count_step, new_tally
-from stepwell.data.batches import EDITS, REMOVED, Outcome, removed_batch, to_batch
+from stepwell.data.batches import (
+    EDITS,
+    REMOVED,
+    Outcome,
+    pc,
+    removed_batch,
+    text_bytes,
+    to_batch,
+)
 from stepwell.data.sources.pieces import read_piece
 from stepwell.data.steps import DocumentStep, GlobalStep, Shard, StepConfig, read_batches
 from stepwell.types import Document, Dropped
@@ -246,7 +253,7 @@ class _Shards:
             self._write("sketch", pa.RecordBatch.from_pydict(sketch))
             if self._step.sources:
                 self._write("rest", rest)
-        self._size += pc.sum(pc.binary_length(batch["text"])).as_py() or 0
+        self._size += text_bytes(batch).sum().as_py() or 0
         if self._size >= self._limit:
             self._close()
 

@@ -14,8 +14,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from stepwell.types import Document, Dropped
+
+# Its functions are made when it is imported, which a type checker cannot know.
+pc: Any = pyarrow.compute
 
 # id: unique within a source, as far as the input's own ids are. meta: a JSON object.
 SCHEMA = pa.schema(
@@ -150,6 +154,11 @@ def with_texts(batch: pa.RecordBatch, texts: Sequence[str]) -> pa.RecordBatch:
 
 def texts_of(batch: pa.RecordBatch) -> list[str]:
     return batch["text"].to_pylist()
+
+
+def text_bytes(batch: pa.RecordBatch) -> pa.Array:
+    """The length of each text in UTF-8."""
+    return pc.binary_length(batch["text"])
 
 
 def name_of(source: str, doc_id: str) -> str:

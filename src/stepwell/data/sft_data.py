@@ -9,13 +9,34 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.data.chat import UnusableRow, render_chat, render_completion
-from stepwell.data.pipeline import Drops
 from stepwell.data.sources.rows import Record, records
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Dropped, nearest
 
 COLUMNS = ("messages", "prompt", "completion")
+NUM_EXAMPLES = 3
+DETAIL_CHARACTERS = 200
+
+
+@dataclass
+class Drops:
+    """How many were dropped for each reason, with the first few of each as examples."""
+
+    by_reason: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_reason.values())
+
+    def add(self, item: Dropped) -> None:
+        self.by_reason[item.reason] = self.by_reason.get(item.reason, 0) + 1
+        examples = self.examples.setdefault(item.reason, [])
+        if len(examples) < NUM_EXAMPLES:
+            examples.append(
+                {"id": item.id, "source": item.source, "detail": item.detail[:DETAIL_CHARACTERS]}
+            )
 
 
 @dataclass

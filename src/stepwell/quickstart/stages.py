@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from stepwell.quickstart.state import (
     init_of,
     load_engine,
     load_prompts,
+    recipe_path,
     write_problems,
 )
 from stepwell.types import CheckpointError
@@ -52,30 +52,30 @@ def stages_of(model: str) -> dict[str, Stage]:
 
 def curate(state: Quickstart) -> dict[str, Any]:
     """The standard library's code and prose; every drop is counted with its reason."""
-    from stepwell.data.dedup.exact import exact_dedup
-    from stepwell.data.pipeline import drop_if, run_pipeline
-    from stepwell.data.quality.code import code_quality
-    from stepwell.data.quality.gopher import gopher_quality
-    from stepwell.data.sources.python_library import stdlib_code, stdlib_prose
+    from stepwell.curate.executors.local import LocalExecutor
+    from stepwell.curate.plan import make_plan
+    from stepwell.curate.recipe import Recipe
+    from stepwell.curate.run import curate as run_curation
+    from stepwell.curate.run import read_curation
 
     folder = state.root / "curated"
-    if not folder.exists():
-        steps = [
-            ("exact_dedup", exact_dedup),
-            ("gopher_quality", drop_if(gopher_quality, {PROSE})),
-            ("code_quality", drop_if(code_quality, {CODE})),
-        ]
-        run_pipeline(chain(stdlib_code(CODE), stdlib_prose(PROSE)), steps, folder)
-    counts = json.loads((folder / "report.json").read_text("utf-8"))
-    kept = {name: volume["docs"] for name, volume in counts["kept_by_source"].items()}
+    plan = make_plan(Recipe.load(recipe_path("quickstart-curate")))
+    for _ in run_curation(plan, folder, LocalExecutor(1)):
+        pass
+    counts = read_curation(folder)
+    dropped: Counter[str] = Counter()
+    for step in counts["tally"]["steps"].values():
+        dropped.update(step["dropped"])
+    kept = {name: docs for name, (docs, _) in counts["kept"].items()}
+    num_read, num_kept = sum(counts["tally"]["read"].values()), sum(kept.values())
+    size = sum(size for _, size in counts["kept"].values())
     return {
-        "documents_in": counts["read"],
-        "dropped": counts["by_reason"],
-        "documents_kept": counts["kept"]["docs"],
+        "documents_in": num_read,
+        "dropped": dict(dropped),
+        "documents_kept": num_kept,
         "kept_by_source": kept,
-        "bytes": counts["kept"]["bytes"],
-        "summary": f"{counts['read']:,} documents in, {counts['kept']['docs']:,} kept, "
-        f"{counts['kept']['bytes'] / 1e6:.1f} MB",
+        "bytes": size,
+        "summary": f"{num_read:,} documents in, {num_kept:,} kept, {size / 1e6:.1f} MB",
     }
 
 

@@ -81,7 +81,7 @@ class Quickstart:
     def run_of(self, stage: str, **settings: Any) -> Run:
         """The shipped recipe of a training stage with this quickstart's paths and sizes."""
         name = "quickstart" if self.base == "scratch" else f"quickstart-{self.base}"
-        recipe = Path(str(files("stepwell.recipes"))) / f"{name}-{stage}.toml"
+        recipe = recipe_path(f"{name}-{stage}")
         overrides = {"dir": str(self.root / stage), **self.plan.overrides.get(stage, {})}
         return Run.load(recipe, {**overrides, **settings})
 
@@ -91,11 +91,15 @@ class Quickstart:
         return Tokenizer.load(self.root / "tokenizer")
 
 
+def recipe_path(name: str) -> Path:
+    return Path(str(files("stepwell.recipes"))) / f"{name}.toml"
+
+
 def documents(state: Quickstart) -> Iterator[Document]:
     """The curated documents, as they were written."""
-    from stepwell.data.sources.rows import rows
+    from stepwell.data.sources.pieces import curated_documents
 
-    kept = rows(state.root / "curated" / "kept.jsonl")
+    kept = curated_documents(state.root / "curated")
     for item in islice(kept, 0, None, state.plan.every):
         if isinstance(item, Document):
             yield item

@@ -25,7 +25,7 @@ def cluster():
 def test_two_nodes_give_the_same_result(cluster, tmp_path):
     raw = tmp_path / "raw"
     corpus.write(raw)
-    values = corpus.recipe(raw, shard_bytes=3000)
+    values = corpus.recipe(raw, batch_bytes=900, shard_bytes=3000)
     plan = make_plan(Recipe.parse(values))
     list(curate(plan, tmp_path / "local", LocalExecutor(1)))
     executor = RayExecutor(cluster.address)

@@ -37,7 +37,7 @@ print(len(jobs) + 1)
 def test_arrays_and_decisions_in_turn_give_the_same_result(tmp_path):
     raw, out = tmp_path / "raw", tmp_path / "out"
     corpus.write(raw)
-    recipe = Recipe.parse(corpus.recipe(raw, shard_bytes=6000))
+    recipe = Recipe.parse(corpus.recipe(raw, batch_bytes=900, shard_bytes=6000))
     list(curate(make_plan(recipe), tmp_path / "local", LocalExecutor(1)))
     assert "submit.sh" in write_scripts(recipe, out, 2)
     (tmp_path / "bin").mkdir()
@@ -66,8 +66,8 @@ def test_scripts_pass_shellcheck(tmp_path):
 
 @pytest.mark.parametrize(
     "words",
-    [["--work", "x"], ["--work", "x", "--stage", "a"], ["--work", "x", "--stage", "0", "--share", "2/2"]],
-)  # fmt: skip
+    ["--work x", "--work x --stage a", "--work x --stage 0 --share 2/2", "--stage 0 --decide"],
+)
 def test_a_task_that_is_none_is_refused(words):
     with pytest.raises(ConfigError, match="--share"):
-        parse(words)
+        parse(words.split())

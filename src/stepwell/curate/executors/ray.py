@@ -24,7 +24,7 @@ class RayExecutor:
             raise ConfigError(
                 "--executor ray needs Ray; install it with: pip install 'stepwell[ray]'"
             ) from error
-        self._ray = ray
+        self._ray: Any = ray
         self._workers = workers
         if not ray.is_initialized():
             try:
@@ -39,7 +39,7 @@ class RayExecutor:
 
         Raises what a task raises, and StepwellError for a node that doesn't see the work folder.
         """
-        ray: Any = self._ray
+        ray = self._ray
         remote = ray.remote(num_cpus=1, max_retries=3)(_task)
         waiting = list(reversed(numbers))
         running: dict[Any, int] = {}

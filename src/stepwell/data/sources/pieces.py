@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import itertools
 import os
 import re
 import stat
@@ -326,20 +327,18 @@ def _cut(piece: Piece) -> list[Piece]:
 
 
 def _cut_parquet(piece: Piece) -> list[Piece]:
+    """In ranges of row groups, taken to be of one size."""
     try:
-        about = open_parquet(piece.path).metadata
+        num_groups = open_parquet(piece.path).metadata.num_row_groups
     except FileFault as fault:
         return [_drop(piece.path, piece.name, fault.reason, fault.detail)]
-    pieces: list[Piece] = []
-    start = size = 0
-    for group in range(about.num_row_groups):
-        row_group = about.row_group(group)
-        columns = [row_group.column(i) for i in range(row_group.num_columns)]
-        size += sum(column.total_compressed_size for column in columns)
-        if size >= PIECE_BYTES or group == about.num_row_groups - 1:
-            pieces.append(replace(piece, start=start, stop=group + 1, size_bytes=size))
-            start, size = group + 1, 0
-    return pieces or [replace(piece, stop=0)]
+    num_parts = max(1, min(num_groups, round(piece.size_bytes / PIECE_BYTES)))
+    borders = [num_groups * i // num_parts for i in range(num_parts + 1)]
+    size_bytes = piece.size_bytes // num_parts
+    return [
+        replace(piece, start=start, stop=stop, size_bytes=size_bytes)
+        for start, stop in itertools.pairwise(borders)
+    ]
 
 
 def _unique_names(pieces: list[Piece]) -> list[Piece]:
