@@ -32,7 +32,7 @@ def parquet_records(path: Path) -> Iterator[Record]:
     file = open_parquet(path)
     number = 0
     try:
-        for group in range(file.num_row_groups):
+        for group in range(file.metadata.num_row_groups):
             for batch in _batches(path, file, group):
                 for values in batch.to_pylist():
                     number += 1
@@ -44,8 +44,8 @@ def parquet_records(path: Path) -> Iterator[Record]:
 
 
 def read_parquet(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
-    """The rows of row groups start to stop; a row without an id is named by its number. What is
-    damaged in a row group ends that one only.
+    """The rows of row groups start to stop; a row without an id is named by its group and its
+    number in it. What is damaged in a row group ends that one only.
 
     Raises FileFault for a file that can't be opened, one without the text column, and where rows
     become more than max_compression_ratio times what they take in the file.
@@ -56,25 +56,24 @@ def read_parquet(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
     except DataError as error:
         detail = str(error).removeprefix(f"{piece.path} ")
         raise FileFault(piece.path, "missing_column", detail) from error
-    counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    if not sum(counts):
+    if not file.metadata.num_rows:
         raise FileFault(piece.path, "empty_file", "holds no rows")
     left_bytes = FREE_BYTES + spec.max_compression_ratio * piece.size_bytes
-    for group in range(piece.start, min(piece.stop, file.num_row_groups)):
-        number = sum(counts[:group])
+    for group in range(piece.start, min(piece.stop, file.metadata.num_row_groups)):
+        number = 0
         try:
             for row, num_bytes in _rows(piece.path, file, group, spec.max_document_bytes):
                 left_bytes -= num_bytes
                 if left_bytes < 0:
                     raise bomb(piece.path, spec.max_compression_ratio, piece.size_bytes)
                 number += 1
-                yield _item(row, f"{piece.name}:{number}", spec)
+                yield _item(row, f"{piece.name}:{group}.{number}", spec)
         except FileFault:
             raise
         except _faults() as error:
-            last = sum(counts[: group + 1])
-            detail = f"rows {number + 1:,} to {last:,} cannot be read: {error}"
-            yield Dropped(f"{piece.name}:{number + 1}", spec.name, "damaged_file", detail[:500])
+            detail = f"row group {group} cannot be read after row {number:,}: {error}"
+            place = f"{piece.name}:{group}.{number + 1}"
+            yield Dropped(place, spec.name, "damaged_file", detail[:500])
 
 
 def open_parquet(path: str | Path, dictionaries: Sequence[str] = ()) -> pq.ParquetFile:
@@ -180,18 +179,20 @@ def _item(row: Row, place: str, spec: SourceSpec) -> Item:
 
 def _batches(path: str | Path, file: pq.ParquetFile, group: int) -> Iterator[pa.RecordBatch]:
     """As many rows at a time as BATCH_BYTES may hold, by what the file says of them."""
+    # Arrow's reader raises for a damaged row group; its metadata, asked directly, ends the process.
+    if next(file.iter_batches(1, row_groups=[group], use_threads=False), None) is None:
+        return
     about = file.metadata.row_group(group)
     mean_bytes = about.total_byte_size / max(1, about.num_rows)
     num_rows = max(1, min(MAX_BATCH_ROWS, int(BATCH_BYTES / max(1.0, mean_bytes))))
-    repeated = _large_dictionaries(file, group)
+    repeated = _large_dictionaries(about)
     if repeated:
         file = open_parquet(path, repeated)
     yield from file.iter_batches(num_rows, row_groups=[group], use_threads=False)
 
 
-def _large_dictionaries(file: pq.ParquetFile, group: int) -> list[str]:
+def _large_dictionaries(about: pq.RowGroupMetaData) -> list[str]:
     """Columns of text that are left as values and indices, to be looked at a row at a time."""
-    about = file.metadata.row_group(group)
     found = []
     for i in range(about.num_columns):
         column = about.column(i)
