@@ -34,5 +34,5 @@ mkdir -p "$folder"
 make_env trl transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 trl==1.16.0
 make_env litgpt litgpt==0.5.13
 make_env torchtitan torchtitan==0.3.0 triton
-make_light_env datatrove datatrove==0.10.0 spacy==3.8.18 nltk==3.10.4 tldextract regex xxhash \
-  fasttext-community
+make_light_env datatrove datatrove==0.10.0 spacy==3.8.18 nltk==3.10.4 tldextract regex xxhash==3.6.0 tokenizers \
+  fasttext-community fasteners

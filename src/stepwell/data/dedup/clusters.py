@@ -54,44 +54,74 @@ def star_clusters(
     """Decides about documents in the order given, best first; the first num_fixed always stay.
 
     bucket_numbers, bucket_places: `minhash.buckets`. bucket_cap: a document is looked at beside the
-    first so many survivors of each bucket, and compared exactly with the so many of these that
-    agree most. It bounds the work in a bucket of pages that share a template without being
-    duplicates; it can leave a duplicate in, never take out a document that is none.
+    first so many survivors of each bucket. Where a bucket has more, it is compared exactly with
+    those of them that agree most, so many in all (and with all of buckets that have no more). This
+    bounds the work among pages that share a template without being duplicates; it can leave a
+    duplicate in, never take out a document that is none.
     """
     num_docs, slots = signature_DS.shape
     floor = agreement_floor(threshold, slots)
-    sizes = np.array([len(s) for s in sets], np.int64)
+    sizes = np.array([*map(len, sets)], np.int64)
     witness, similarity = np.full(num_docs, KEPT, np.int64), np.zeros(num_docs)
-    survivors: dict[int, list[int]] = {}
-    unseen: dict[int, int] = {}
+    survivors = _Survivors(bucket_cap)
     candidates = plausible = compared = matched = not_compared = 0
     places = bucket_places.tolist()
     for doc in range(num_docs):
         own = bucket_numbers[places[doc] : places[doc + 1]].tolist()
-        found = [survivors[b] for b in own if b in survivors] if doc >= num_fixed else []
-        if found:
-            others = np.array(sorted(set().union(*found)))
-            candidates += len(others)
+        others, sure, num_unseen = survivors.beside(own if doc >= num_fixed else [])
+        if len(others):
             close = _plausible(doc, others, signature_DS, sizes, threshold, floor)
-            plausible += len(close)
-            for other in close[:bucket_cap].tolist():
-                compared += 1
-                exact = jaccard(sets[doc], sets[other])
-                if exact >= threshold:
-                    matched += 1
-                    witness[doc], similarity[doc] = other, exact
-                    break
-            if witness[doc] != KEPT:
+            chosen = [o for i, o in enumerate(close.tolist()) if i < bucket_cap or o in sure]
+            found, similarity[doc], num_compared = _first_match(sets, doc, chosen, threshold)
+            candidates, plausible = candidates + len(others), plausible + len(close)
+            compared += num_compared
+            if found != KEPT:
+                witness[doc] = found
+                matched += 1
                 continue
-            not_compared += max(len(close) - bucket_cap, 0) + sum(unseen.get(b, 0) for b in own)
-        for bucket in own:
-            members = survivors.setdefault(bucket, [])
-            if len(members) < bucket_cap:
-                members.append(doc)
-            else:
-                unseen[bucket] = unseen.get(bucket, 0) + 1
+            not_compared += len(close) - len(chosen) + num_unseen
+        survivors.add(doc, own)
     counts = Counts(candidates, plausible, compared, matched, not_compared)
     return Clusters(witness, similarity, counts)
+
+
+class _Survivors:
+    """The first `cap` documents that stayed of each bucket, and how many more it has."""
+
+    def __init__(self, cap: int) -> None:
+        self.cap = cap
+        self.first: dict[int, list[int]] = {}
+        self.unseen: dict[int, int] = {}
+
+    def add(self, doc: int, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            members = self.first.setdefault(bucket, [])
+            if len(members) < self.cap:
+                members.append(doc)
+            else:
+                self.unseen[bucket] = self.unseen.get(bucket, 0) + 1
+
+    def beside(self, buckets: Sequence[int]) -> tuple[np.ndarray, set[int], int]:
+        """The survivors of these buckets, those of buckets that have no more, and how many more
+        the others have (counted once a bucket)."""
+        met = [bucket for bucket in buckets if bucket in self.first]
+        everyone: set[int] = set().union(*(self.first[bucket] for bucket in met))
+        sure: set[int] = set().union(*(self.first[b] for b in met if b not in self.unseen))
+        num_unseen = sum(self.unseen.get(bucket, 0) for bucket in met)
+        return np.array(sorted(everyone), np.int64), sure, num_unseen
+
+
+def _first_match(
+    sets: Sequence[np.ndarray], doc: int, others: Sequence[int], threshold: float
+) -> tuple[int, float, int]:
+    """The first of the others that reaches the threshold (or KEPT), their similarity, and how many
+    were compared."""
+    own = sets[doc]
+    for number, other in enumerate(others):
+        exact = jaccard(own, sets[other])
+        if exact >= threshold:
+            return other, exact, number + 1
+    return KEPT, 0.0, len(others)
 
 
 def _plausible(

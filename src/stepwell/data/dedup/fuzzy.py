@@ -60,7 +60,7 @@ class FuzzyDedup(GlobalStep):
     bands: Positive = 21
     rows: Positive = 6
     seed: NonNegative = 1
-    bucket_cap: Positive = 32
+    bucket_cap: Positive = 16
     survivor: tuple[Rule, ...] = ("quality", "longest", "newest")
     quality: str = "quality"
     date: str = "date"

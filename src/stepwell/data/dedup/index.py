@@ -39,8 +39,8 @@ def save_index(
 ) -> None:
     """Writes an index, in place of an index of that name (so that a decision can be taken again).
 
-    batches: of `index_schema`; made_with: `FuzzyDedup.made_with`. Raises DataError if something else
-    has that name.
+    batches: of `index_schema`; made_with: `FuzzyDedup.made_with`. Raises DataError if something
+    else has that name.
     """
     target = Path(path)
     if target.exists() and not (target / ABOUT).exists():

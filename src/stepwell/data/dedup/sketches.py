@@ -17,8 +17,8 @@ class Sketches:
     def __init__(self, batches: Sequence[pa.RecordBatch]) -> None:
         self.batches = [batch for batch in batches if batch.num_rows]
         self.first_row = np.cumsum([0, *(batch.num_rows for batch in self.batches)])
-        self._offsets = [batch["shingles"].offsets.to_numpy() for batch in self.batches]
-        self._shingles = [batch["shingles"].values.to_numpy() for batch in self.batches]
+        self.offsets = [batch["shingles"].offsets.to_numpy() for batch in self.batches]
+        self.flat_shingles = [batch["shingles"].values.to_numpy() for batch in self.batches]
         self._signatures = [_matrix(batch["signature"]) for batch in self.batches]
 
     def __len__(self) -> int:
@@ -27,12 +27,7 @@ class Sketches:
     @property
     def num_shingles(self) -> np.ndarray:
         """Of each row; 0 for a blank document."""
-        return np.concatenate([np.zeros(0, np.int64), *map(np.diff, self._offsets)])
-
-    def shingles(self, row: int) -> np.ndarray:
-        part = int(np.searchsorted(self.first_row, row, "right")) - 1
-        offsets, inner = self._offsets[part], row - int(self.first_row[part])
-        return self._shingles[part][offsets[inner] : offsets[inner + 1]]
+        return np.concatenate([np.zeros(0, np.int64), *map(np.diff, self.offsets)])
 
     def signatures(self, rows: np.ndarray) -> np.ndarray:
         """(rows, slots) uint32, a copy."""
@@ -63,17 +58,25 @@ class Sketches:
         return np.concatenate([np.zeros((0, 2), np.uint64), *parts])
 
 
-class Sets(Sequence):
-    """The shingle sets of some rows."""
+class Sets(Sequence[np.ndarray]):
+    """The shingle sets of some rows, each a view of a file."""
 
     def __init__(self, sketches: Sketches, rows: np.ndarray) -> None:
-        self._sketches, self._rows = sketches, rows.tolist()
+        self._shingles = sketches.flat_shingles
+        self._part = np.searchsorted(sketches.first_row, rows, "right") - 1
+        inner = rows - sketches.first_row[self._part]
+        self._start, self._stop = np.zeros((2, len(rows)), np.int64)
+        for number, offsets in enumerate(sketches.offsets):
+            here = self._part == number
+            self._start[here] = offsets[inner[here]]
+            self._stop[here] = offsets[inner[here] + 1]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._part)
 
     def __getitem__(self, number):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._sketches.shingles(self._rows[number])
+        flat = self._shingles[self._part[number]]
+        return flat[self._start[number] : self._stop[number]]
 
 
 def _matrix(signatures: pa.FixedSizeListArray) -> np.ndarray:
