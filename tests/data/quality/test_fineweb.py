@@ -1,7 +1,7 @@
 import pytest
 
 from stepwell.data.batches import to_batch
-from stepwell.data.quality.fineweb import FineWeb, fineweb_quality
+from stepwell.data.quality.fineweb import FineWeb, fineweb_quality, num_words
 from stepwell.types import Document
 
 LINES = [f"This is line number {i}, and it has words enough to be long." for i in range(20)]
@@ -48,6 +48,13 @@ def test_each_rule_has_its_reason_on_both_sides(text, verdict):
 def test_every_knob_changes_a_verdict(text, knobs):
     assert fineweb_quality(text) is not None
     assert fineweb_quality(text, FineWeb(**knobs)) is None
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.1, 1 / 3, 1.0])
+@pytest.mark.parametrize("text", ["a\n", "a b c\n", "a\nb c\nd e f\n\n", "a b c d e f g h i j\n"])
+def test_words_are_counted_as_far_as_they_matter(text, limit):
+    newlines, words = text.count("\n"), len(text.split())
+    assert (newlines / num_words(text, newlines, limit) > limit) == (newlines / words > limit)
 
 
 def test_the_step():

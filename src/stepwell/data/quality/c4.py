@@ -105,24 +105,41 @@ def clean_page(text: str, limits: C4 | None = None) -> Page:
     limits = limits or C4()
     with_citations = limits.citations and "[" in text
     present = needles_in(CITATION.sub("", text) if with_citations else text, limits)
+    raws = text.splitlines(keepends=True)
     kept: list[str] = []
-    cuts: list[Cut] = []
-    stop = 0
-    for raw in text.splitlines(keepends=True):
-        start, stop = stop, stop + len(raw)
+    faults: list[str] = []
+    for raw in raws:
         whole = raw.strip()
         line = CITATION.sub("", whole) if with_citations and "[" in whole else whole
         fault = line_fault(whole, line, present, limits)
         if fault in PAGE_FAULTS:
             return Page(text, (fault, ""), ())
-        if fault:
-            add_cut(cuts, fault, start, stop, blank=not whole)
-            continue
-        kept.append(line)
-        if len(line) < len(whole):
-            cuts += [("c4_citation", start + m.start(), start + m.end())
-                     for m in CITATION.finditer(raw)]  # fmt: skip
-    return Page("\n".join(kept).strip(), page_verdict(kept, limits), tuple(cuts))
+        faults.append(fault)
+        if not fault:
+            kept.append(line)
+    verdict = page_verdict(kept, limits)
+    if verdict is not None:
+        return Page(text, verdict, ())
+    return Page("\n".join(kept).strip(), None, tuple(cuts_of(raws, faults, with_citations)))
+
+
+def cuts_of(raws: Sequence[str], faults: Sequence[str], with_citations: bool) -> list[Cut]:
+    """Lines with a fault, those of one fault that follow each other (blank ones between them) as
+    one, and the citations of the other lines."""
+    cuts: list[Cut] = []
+    stop = 0
+    for raw, fault in zip(raws, faults, strict=True):
+        start, stop = stop, stop + len(raw)
+        follows = bool(cuts) and cuts[-1][2] == start
+        blank = bool(fault) and raw.isspace()
+        if fault and follows and (blank or cuts[-1][0] == fault):
+            cuts[-1] = (cuts[-1][0], cuts[-1][1], stop)
+        elif fault and not blank:
+            cuts.append((fault, start, stop))
+        elif not fault and with_citations:
+            found = CITATION.finditer(raw)
+            cuts += [("c4_citation", start + m.start(), start + m.end()) for m in found]
+    return cuts
 
 
 def needles_in(text: str, limits: C4) -> frozenset[str]:
@@ -157,14 +174,6 @@ def line_fault(whole: str, line: str, present: frozenset[str], limits: C4) -> st
     if any(phrase in present and phrase in lowered for phrase in limits.policy_phrases):
         return "c4_policy"
     return ""
-
-
-def add_cut(cuts: list[Cut], fault: str, start: int, stop: int, blank: bool) -> None:
-    follows = bool(cuts) and cuts[-1][2] == start
-    if follows and (blank or cuts[-1][0] == fault):
-        cuts[-1] = (cuts[-1][0], cuts[-1][1], stop)
-    elif not blank:
-        cuts.append((fault, start, stop))
 
 
 def page_verdict(kept: Sequence[str], limits: C4) -> Verdict:

@@ -37,20 +37,26 @@ def fineweb_quality(text: str, limits: FineWeb | None = None) -> Verdict:
     lines = [line for line in text.split("\n") if line and not line.isspace()]
     if not lines:
         return ("fineweb_empty", "")
-    punctuated = sum(line[-1] in SENTENCE_ENDS for line in lines) / len(lines)
+    punctuated = sum([line[-1] in SENTENCE_ENDS for line in lines]) / len(lines)
     if punctuated < limits.min_punctuated_lines:
         return (
             "fineweb_unpunctuated_lines",
             detail(punctuated, "<", limits.min_punctuated_lines),
         )
-    short = sum(len(line) <= limits.short_line_chars for line in lines) / len(lines)
+    short = sum([len(line) <= limits.short_line_chars for line in lines]) / len(lines)
     if short > limits.max_short_lines:
         return ("fineweb_short_lines", detail(short, ">", limits.max_short_lines))
     newlines = text.count("\n")
     duplicate = duplicates(lines)[1] / (len(text) - newlines)
     if duplicate > limits.max_duplicate_line_chars:
         return ("fineweb_duplicate_lines", detail(duplicate, ">", limits.max_duplicate_line_chars))
-    ratio = newlines / len(text.split())
+    ratio = newlines / num_words(text, newlines, limits.max_newlines_per_word)
     if ratio > limits.max_newlines_per_word:
         return ("fineweb_newlines", detail(ratio, ">", limits.max_newlines_per_word))
     return None
+
+
+def num_words(text: str, newlines: int, limit: float) -> int:
+    """How many words there are, or at least more than keep newlines per word within the limit."""
+    enough = int(newlines / limit) + 1 if limit else -1
+    return len(text.split(None, enough))

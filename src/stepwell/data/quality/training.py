@@ -28,8 +28,8 @@ from stepwell.data.quality.classifier import (
     LABELS,
     MODEL,
     Kind,
-    read_classifier,
     prepare,
+    read_classifier,
     sha256_of,
 )
 from stepwell.data.quality.metrics import binary_report, calibration, level_report
