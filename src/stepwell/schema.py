@@ -207,7 +207,7 @@ def _from_text(model: type[BaseModel], key: str, text: str) -> Any:
     _, allowed = _walk(model, tuple(key.split(".")))
     if text.lower() == "none" and type(None) in allowed:
         return None
-    tables = any(_is_section(a) or get_origin(a) is tuple for a in allowed)
+    tables = any(_is_section(a) or get_origin(a) in (tuple, dict) for a in allowed)
     if not tables:
         return _plain(text, allowed)
     try:

@@ -1,3 +1,5 @@
+from inspect import isabstract
+
 import pytest
 
 from stepwell.curate import recipe as recipes
@@ -21,7 +23,7 @@ def test_every_step_has_its_line():
 
     classes = {step_class(kind) for kind in recipes.STEPS}
     concrete = {c for base in (DocumentStep, GlobalStep) for c in below(base)}
-    ours = {c for c in concrete if c.__module__.startswith("stepwell.")}
+    ours = {c for c in concrete if c.__module__.startswith("stepwell.") and not isabstract(c)}
     assert ours - classes == set()
 
 

@@ -190,12 +190,15 @@ def find_recipe(name: str) -> Path:
 
 
 def shipped_recipes(method: str | None = None) -> list[Path]:
-    """All recipes that ship, or those of one method."""
-    found = sorted(Path(str(files("stepwell.recipes"))).glob("*.toml"))
-    if method is None:
-        return found
-    kinds = [tomllib.loads(path.read_text("utf-8")).get("method", {}).get("kind") for path in found]
-    return [path for path, kind in zip(found, kinds, strict=True) if (kind or "pretrain") == method]
+    """All recipes of runs that ship, or those of one method."""
+    found = []
+    for path in sorted(Path(str(files("stepwell.recipes"))).glob("*.toml")):
+        values = tomllib.loads(path.read_text("utf-8"))
+        kind = values.get("method", {}).get("kind", "pretrain")
+        is_run = "sources" not in values  # a curation's are its first table
+        if is_run and method in (None, kind):
+            found.append(path)
+    return found
 
 
 def clear_folder(folder: Path) -> None:
@@ -286,7 +289,9 @@ def default_text(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
-    return "[]" if value == () else str(value)
+    if value in ((), {}):
+        return "[]" if value == () else "{}"
+    return str(value)
 
 
 def _command(method: str, argv: Sequence[str]) -> int:

@@ -222,7 +222,8 @@ def _fields(section: Any) -> list[str]:
         if name in ("kind", "sources"):
             continue
         option = f"--{name.replace('_', '-')} {type_text(info.annotation)}"
-        default = "needed" if info.is_required() else default_text(info.default)
+        value = info.get_default(call_default_factory=True)
+        default = "needed" if info.is_required() else default_text(value)
         lines.append(f"  {option:<36} {default}")
     return lines
 

@@ -86,13 +86,13 @@ def label_tables(batches: Sequence[pa.RecordBatch]) -> list[dict[str, Any]]:
         missing = column.null_count
         if pa.types.is_floating(column.type):
             numbers = column.drop_null().to_numpy()
-            tables.append({"name": name, "missing": missing, **histogram(numbers)})
+            tables.append({"name": name, **histogram(numbers), "missing": missing})
         else:
             counts = value_counts(column.drop_null())
             shown = by_number({str(key): count for key, count in counts.items()})
             rest = sum(count for _, count in shown[NUM_VALUES:])
             rows = [*shown[:NUM_VALUES], *([("others", rest)] if rest else [])]
-            tables.append({"name": name, "missing": missing, "rows": rows})
+            tables.append({"name": name, "missing": missing, "rows": rows, "quantiles": {}})
     return tables
 
 

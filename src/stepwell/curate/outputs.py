@@ -22,8 +22,9 @@ from stepwell.data.batches import documents, pc, texts_of
 from stepwell.data.decontam.index import open_index
 from stepwell.data.decontam.report import contamination_report, write_report
 from stepwell.data.decontam.step import Decontaminate
+from stepwell.data.exports import WRITERS
 from stepwell.data.steps import read_batches
-from stepwell.data.store import StoreWriter
+from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError, nearest
 
@@ -44,6 +45,7 @@ def publish(plan: Plan, work: Path, out: Path, counts: dict[str, Any]) -> None:
     gather(plan, work, "edits", final / EDITS_FOLDER)
     if plan.recipe.store is not None:
         write_stores(plan.recipe.store, kept_batches(plan, work), final / STORE)
+        export_stores(final / STORE, plan.recipe.outputs.formats)
     counts["contamination"] = reports = contamination(plan, work)
     for number, report in enumerate(reports):
         write_report(report, final / f"contamination{number or ''}.json")
@@ -149,6 +151,14 @@ def write_stores(spec: StoreSpec, batches: Iterator[pa.RecordBatch], folder: Pat
                 if spec.scores and score is None:
                     score = lowest
                 writers[place].add([*head, *ids, tokenizer.eos_id], score=score)
+
+
+def export_stores(folder: Path, formats: Sequence[str]) -> None:
+    """folder/FORMAT/PART/NAME for each store folder/PART/NAME."""
+    for part in (TRAIN, HELDOUT):
+        for path in sorted((folder / part).glob("*")):
+            for name in formats:
+                WRITERS[name](TokenStore.open(path), folder / name / part / path.name)
 
 
 def heldout_rows(batch: pa.RecordBatch, share: float) -> list[bool]:

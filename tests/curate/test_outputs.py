@@ -1,0 +1,152 @@
+import json
+import re
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from stepwell.curate.executors.local import LocalExecutor
+from stepwell.curate.outputs import file_name
+from stepwell.curate.plan import make_plan
+from stepwell.curate.recipe import Recipe
+from stepwell.curate.run import curate, read_curation
+from stepwell.data.store import TokenStore
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import ConfigError
+from tests.curate import corpus
+
+
+def run(values, out):
+    list(curate(make_plan(Recipe.parse(values)), out, LocalExecutor(1)))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A curation with stores, in all formats."""
+    folder = tmp_path_factory.mktemp("outputs")
+    corpus.write(folder / "raw", num_docs=60)
+    store = {"vocab_size": 400, "heldout": 0.2}
+    formats = ["megatron", "mds", "litdata"]
+    values = corpus.recipe(folder / "raw", store=store, outputs={"formats": formats})
+    values["steps"].append({"kind": "langid"})
+    run(values, folder / "out")
+    return folder / "out"
+
+
+def test_stores_hold_every_kept_document_once(done):
+    tokenizer = Tokenizer.load(done / "store" / "tokenizer")
+    assert tokenizer.vocab_size <= 400
+    found = []
+    for part in ("train", "heldout"):
+        for source in ("a", "b"):
+            store = TokenStore.open(done / "store" / part / source, tokenizer)
+            found += [(source, tokenizer.decode(store.doc(i)[:-1])) for i in range(store.num_docs)]
+    kept = [(row["source"], row["text"]) for row in corpus.rows(done / "documents")]
+    assert sorted(found) == sorted(kept)
+
+
+def test_held_out_documents_are_the_same_in_another_run(done, tmp_path):
+    sizes = {
+        part: sum(TokenStore.open(p).num_docs for p in (done / "store" / part).iterdir())
+        for part in ("train", "heldout")
+    }
+    assert 0.08 < sizes["heldout"] / sum(sizes.values()) < 0.35
+    values = Recipe.load(done / "recipe.toml").to_dict()
+    values["store"] = {"tokenizer": str(done / "store" / "tokenizer"), "heldout": 0.2}
+    run({**values, "batch_bytes": 700}, tmp_path / "again")
+    for source in ("a", "b"):
+        one = TokenStore.open(done / "store" / "heldout" / source)
+        other = TokenStore.open(tmp_path / "again" / "store" / "heldout" / source)
+        assert np.array_equal(one.read(0, one.num_tokens), other.read(0, other.num_tokens))
+
+
+def test_every_format_is_there(done):
+    for source in ("a", "b"):
+        assert (done / "store" / "megatron" / "train" / source / "tokens.idx").exists()
+        assert (done / "store" / "mds" / "heldout" / source / "index.json").exists()
+        assert (done / "store" / "litdata" / "train" / source / "index.json").exists()
+
+
+def test_every_number_of_the_datasheet_is_a_count(done):
+    page = (done / "datasheet.html").read_text()
+    values = read_curation(done)
+    removed, kept = corpus.rows(done / "removed"), corpus.rows(done / "documents")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
+    assert f"{len(removed) + len(kept)} records read" in text
+    assert f"{len(kept)} documents kept" in text
+    for reason in {row["reason"] for row in removed}:
+        number = sum(row["reason"] == reason for row in removed)
+        assert f"{number} {reason}" in text
+    tokens = [row["tokens"] for row in values["stores"]]
+    assert f"{sum(tokens):,} tokens" in text
+    languages = {row["language"] for row in kept}
+    for language in languages:
+        number = sum(row["language"] == language for row in kept)
+        assert re.search(rf"\b{language} {number}\b", text)
+
+
+def test_text_of_pages_is_no_markup(tmp_path):
+    corpus.write(tmp_path / "raw")
+    rows = [{"id": "<script>alert(1)</script>", "text": "<b>short</b>"}]
+    with (tmp_path / "raw" / "a.jsonl").open("a") as file:
+        file.write(json.dumps(rows[0]) + "\n")
+    run(corpus.recipe(tmp_path / "raw"), tmp_path / "out")
+    page = (tmp_path / "out" / "datasheet.html").read_text()
+    assert "&lt;b&gt;short" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_what_was_curated_is_a_source_again(tmp_path, kind):
+    corpus.write(tmp_path / "raw")
+    values = corpus.recipe(tmp_path / "raw", outputs={"documents": kind})
+    values["steps"].append({"kind": "langid"})
+    run(values, tmp_path / "one")
+    again = {"sources": [{"name": "all", "path": str(tmp_path / "one")}]}
+    run({**again, "outputs": {"documents": "parquet"}}, tmp_path / "two")
+    first = {r["id"]: r["text"] for r in documents(tmp_path / "one")}
+    rows = corpus.rows(tmp_path / "two" / "documents")
+    assert {r["id"]: r["text"] for r in rows} == first
+    assert {json.loads(r["meta"])["source"] for r in rows} == {"a", "b"}
+    assert json.loads(rows[0]["meta"])["language"]
+
+
+def documents(out):
+    files = sorted((out / "documents").iterdir())
+    if files[0].suffix == ".parquet":
+        return corpus.rows(out / "documents")
+    return [json.loads(line) for path in files for line in path.open()]
+
+
+def test_texts_of_the_removed_can_be_left_out(tmp_path):
+    corpus.write(tmp_path / "raw")
+    run(corpus.recipe(tmp_path / "raw", outputs={"removed_text": False}), tmp_path / "out")
+    names = [pq.read_schema(p).names for p in (tmp_path / "out" / "removed").glob("*.parquet")]
+    assert names
+    assert not any("text" in columns for columns in names)
+
+
+def test_stores_by_a_label_and_with_scores(tmp_path):
+    corpus.write(tmp_path / "raw")
+    store = {"vocab_size": 400, "by": "language", "scores": "language_score"}
+    values = corpus.recipe(tmp_path / "raw", store=store)
+    values["steps"] = [{"kind": "langid"}]
+    run(values, tmp_path / "out")
+    languages = {row["language"] for row in corpus.rows(tmp_path / "out" / "documents")}
+    stores = {p.name: TokenStore.open(p) for p in (tmp_path / "out" / "store" / "train").iterdir()}
+    assert set(stores) == {file_name(str(language)) for language in languages}
+    scores = np.concatenate([store.doc_scores() for store in stores.values()])
+    found = [row["language_score"] for row in corpus.rows(tmp_path / "out" / "documents")]
+    known = [score for score in found if score is not None]
+    assert len(known) < len(found)  # one text is too short to tell; it counts as the worst
+    expected = known + [min(known)] * (len(found) - len(known))
+    assert np.allclose(np.sort(scores), np.sort(expected))
+
+
+def test_a_label_that_no_step_adds_is_refused(tmp_path):
+    corpus.write(tmp_path / "raw")
+    store = {"vocab_size": 400, "by": "langage"}
+    values = corpus.recipe(tmp_path / "raw", store=store)
+    values["steps"] = [{"kind": "langid"}]
+    with pytest.raises(ConfigError, match=r"'langage' .*did you mean 'language'"):
+        run(values, tmp_path / "out")
