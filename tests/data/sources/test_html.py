@@ -1,8 +1,8 @@
 import pytest
 
+from stepwell.data.sources import html
 from stepwell.data.sources.html import (
     MAX_DEPTH,
-    MAX_ELEMENTS,
     decode_page,
     page_document,
     parse_page,
@@ -53,15 +53,17 @@ def test_depth_limit():
     assert above.reason == "html_too_complex"
 
 
-def test_element_limit():
+def test_element_limit(monkeypatch):
+    monkeypatch.setattr(html, "MAX_ELEMENTS", 100)
+
     def reason(num_elements: int) -> str | None:
         # html, body and p's
         page = "<html><body>" + "<p></p>" * (num_elements - 2) + "</body></html>"
         return getattr(page_document("a", "web", page), "reason", None)
 
-    assert reason(MAX_ELEMENTS) == "html_no_text"
-    assert reason(MAX_ELEMENTS + 1) == "html_too_complex"
-    assert reason(3 * MAX_ELEMENTS) == "html_too_complex"
+    assert reason(100) == "html_no_text"
+    assert reason(101) == "html_too_complex"
+    assert reason(1000) == "html_too_complex"
 
 
 def test_attributes_that_would_hold_up_the_extraction_go():
