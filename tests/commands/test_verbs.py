@@ -40,7 +40,7 @@ def test_methods_join_by_commas_and_fields_reach_those_that_have_them(raw, capsy
 
 def test_quality_rules_are_chosen(raw, capsys):
     out = run(
-        capsys, "quality", "raw/b.jsonl", "-o", "out", "--rules", "gopher", "--min-words", "900"
+        capsys, "quality", "raw/b.jsonl", "-o", "out", "--rules", "gopher", "--min-words", "115"
     )
     assert "gopher_too_few_words" in out
     assert "fineweb" not in out

@@ -223,7 +223,8 @@ def _fields(section: Any) -> list[str]:
             continue
         option = f"--{name.replace('_', '-')} {type_text(info.annotation)}"
         value = info.get_default(call_default_factory=True)
-        default = "needed" if info.is_required() else default_text(value)
+        text = ",".join(value) if isinstance(value, tuple) and value else default_text(value)
+        default = "needed" if info.is_required() else text
         lines.append(f"  {option:<36} {default}")
     return lines
 
