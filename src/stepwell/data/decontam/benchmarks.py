@@ -143,9 +143,10 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, ...]:
 def split_lettered(text: str) -> list[str]:
     """The choices of "A. one\\nB. two"; the whole text where there are no letters."""
     marks = list(LETTERED.finditer(text))
+    if not marks:
+        return [text]
     ends = [m.start() for m in marks[1:]] + [len(text)]
-    parts = [text[m.end() : end].strip() for m, end in zip(marks, ends, strict=True)]
-    return parts or [text]
+    return [text[m.end() : end].strip() for m, end in zip(marks, ends, strict=True)]
 
 
 def _answers(row: Mapping[str, Any], choices: Sequence[str]) -> tuple[str, ...]:

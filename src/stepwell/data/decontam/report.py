@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -90,22 +90,15 @@ def _contaminated(
         if row["reason"].startswith("contaminated_")
     )
     stays = (
-        {name: row[name].as_py() for name, row in zip(names, columns, strict=True)}
+        row
         for batch in kept
         if LABEL in batch.schema.names
-        for names, columns in _labelled(batch)
+        for row in batch.filter(batch[LABEL].is_valid()).to_pylist()
     )
     for fate, rows in (("removed", gone), ("kept", stays)):
         rows = iter(rows)
         while some := list(islice(rows, DOCUMENTS_AT_ONCE)):
             yield fate, some
-
-
-def _labelled(batch: pa.RecordBatch) -> Iterable[tuple[Sequence[str], Sequence[Any]]]:
-    names = ("id", "source", "text")
-    some = batch.filter(batch[LABEL].is_valid()).select(names)
-    for i in range(some.num_rows):
-        yield names, [some[name][i] for name in names]
 
 
 def _note(leaks: dict[int, _Leak], hit: Hit, fate: str) -> None:
