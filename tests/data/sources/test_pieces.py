@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import pickle
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -281,3 +282,25 @@ def test_a_folder_of_that_name_goes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(write(tmp_path, {"stdlib-code/a.txt": "mine"}))
     assert outcome("stdlib-code") == [("a.txt", "mine")]
     assert os.path.isdir("stdlib-code")
+
+
+def test_times_of_parquet_become_text(tmp_path):
+    """Python's own end at microseconds and at the year 9999."""
+    times = pa.array([1, 2**62, None], pa.timestamp("ns"))
+    far = pa.array([2**60] * 3, pa.timestamp("s"))
+    pq.write_table(
+        pa.table({"text": ["a", "b", "c"], "t": times, "far": far}), tmp_path / "t.parquet"
+    )
+    docs = [item for item in open_source(tmp_path) if isinstance(item, Document)]
+    assert [doc.meta["t"] for doc in docs] == [
+        "1970-01-01 00:00:00.000000001", "2116-02-20 23:53:38.427387904", None,
+    ]  # fmt: skip
+
+
+def test_a_missing_library_is_named_before_anything_is_read(tmp_path, monkeypatch):
+    write(tmp_path, {"a.html": "<p>x", "b.txt": "b"})
+    monkeypatch.setitem(sys.modules, "trafilatura", None)
+    with pytest.raises(DataError, match=r"reading HTML needs trafilatura: pip install 'stepwell"):
+        outcome(tmp_path)
+    (tmp_path / "a.html").unlink()
+    assert outcome(tmp_path) == [("b.txt", "b")]
