@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import Field
 
 from stepwell.config import Flag, NonNegative, Positive
 from stepwell.data.batches import EDITS, Outcome, texts_of, with_texts
@@ -47,7 +48,7 @@ class C4(DocumentStep):
     min_sentences: NonNegative = 5
     min_line_words: NonNegative = 3
     max_word_chars: Positive = 1000
-    line_ends: tuple[str, ...] = (".", "?", "!", '"', "'")
+    line_ends: tuple[Annotated[str, Field(min_length=1)], ...] = (".", "?", "!", '"', "'")
     terminal_punctuation: Flag = True
     javascript: Flag = True
     policy_phrases: tuple[str, ...] = (
@@ -108,8 +109,17 @@ def clean_page(text: str, limits: C4 | None = None) -> Page:
     raws = text.splitlines(keepends=True)
     kept: list[str] = []
     faults: list[str] = []
+    # Most lines of most pages end in none of these; a citation ends in a bracket.
+    endings = {sign[-1] for sign in limits.line_ends} | {"]"}
     for raw in raws:
         whole = raw.strip()
+        if (
+            limits.terminal_punctuation
+            and whole[-1:] not in endings
+            and len(whole) <= limits.max_word_chars
+        ):
+            faults.append("c4_no_terminal_punctuation")
+            continue
         line = CITATION.sub("", whole) if with_citations and "[" in whole else whole
         fault = line_fault(whole, line, present, limits)
         if fault in PAGE_FAULTS:
