@@ -141,6 +141,7 @@ SMALL: dict[str, Any] = {
         "data.seq_len": 64,
         "train.steps": 40,
         "train.global_batch_rows": 16,
+        "optim.lr": 5e-3,
     },
     "larger": {
         "model.num_layers": 2,
@@ -152,13 +153,14 @@ SMALL: dict[str, Any] = {
         "data.seq_len": 64,
         "train.steps": 60,
         "train.global_batch_rows": 24,
+        "optim.lr": 5e-3,
     },
 }
 FULL: dict[str, Any] = {
-    "num_runs": 18,
+    "num_runs": 17,
     "num_procs": 2,
     "num_draws": 200,
-    "vocab_size": 1024,
+    "vocab_size": 512,
     "proxy": {
         "model.num_layers": 2,
         "model.d_model": 64,
@@ -166,9 +168,10 @@ FULL: dict[str, Any] = {
         "model.num_kv_heads": 2,
         "model.head_dim": 32,
         "model.d_ff": 192,
-        "data.seq_len": 128,
+        "data.seq_len": 64,
         "train.steps": 150,
         "train.global_batch_rows": 16,
+        "optim.lr": 3e-3,
     },
     "larger": {
         "model.num_layers": 3,
@@ -177,9 +180,10 @@ FULL: dict[str, Any] = {
         "model.num_kv_heads": 4,
         "model.head_dim": 32,
         "model.d_ff": 384,
-        "data.seq_len": 128,
-        "train.steps": 300,
-        "train.global_batch_rows": 16,
+        "data.seq_len": 64,
+        "train.steps": 200,
+        "train.global_batch_rows": 24,
+        "optim.lr": 2e-3,
     },
 }
 EVAL_ROWS = {"small": 64, "full": 256}
@@ -207,7 +211,6 @@ def _prepare(folder: Path, small: bool, size: dict[str, Any]) -> Run:
             "train.micro_batch_rows": size["proxy"]["train.global_batch_rows"],
             "train.eval_rows": EVAL_ROWS["small" if small else "full"],
             "train.log_every": 50,
-            "optim.lr": 5e-3,
             "optim.schedule.kind": "linear",
             "optim.schedule.warmup_steps": size["proxy"]["train.steps"] // 10,
             "data.sources": [{"path": str(folder / "train" / name)} for name in DOMAINS],

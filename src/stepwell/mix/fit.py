@@ -18,7 +18,7 @@ Law = Literal["log-linear", "trees"]
 # Where the search for a floor begins, as a share of the lowest loss seen.
 FLOORS = (0.0, 0.5, 0.8, 0.95, 0.99)
 RIDGE_PER_RUN = 1e-6
-NUM_FOLDS = 10
+NUM_FOLDS, MAX_STEPS = 10, 60
 # RegMix's settings (2407.01492); trees that cannot be grown from so few runs are grown smaller.
 TREES: dict[str, Any] = {
     "objective": "regression",
@@ -153,7 +153,7 @@ def _fit_outcome(
         np.concatenate([[highest], np.full(num_domains, np.inf)]),
     )
     settings: dict[str, Any] = {"jac": jacobian, "bounds": bounds, "x_scale": "jac"}
-    found = [least_squares(residuals, begin, max_nfev=200, **settings) for begin in begins]
+    found = [least_squares(residuals, begin, max_nfev=MAX_STEPS, **settings) for begin in begins]
     best = min(found, key=lambda result: result.cost).x
     return float(best[0]), best[1:]
 

@@ -25,7 +25,14 @@ from stepwell.config import Run, SourceConfig
 from stepwell.data.store import TokenStore
 from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
 from stepwell.train.lock import folder_lock
-from stepwell.types import ConfigError, DataError
+from stepwell.types import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    StepwellError,
+    TrainingError,
+)
 
 Design = Literal["dirichlet", "maximin"]
 SWEEP, RUNS, TABLE = "sweep.json", "runs.jsonl", "runs.csv"
@@ -252,7 +259,7 @@ def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[d
     threads = max(1, (os.cpu_count() or 1) // num_procs)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_procs, context, _limit_threads, (threads,)) as pool:
-        places = {pool.submit(trained, job): place for place, job in enumerate(jobs)}
+        places = {pool.submit(_trained_apart, job): place for place, job in enumerate(jobs)}
         try:
             for future in as_completed(places):
                 yield places[future], future.result()
@@ -265,6 +272,17 @@ def _limit_threads(num_threads: int) -> None:
     import torch
 
     torch.set_num_threads(num_threads)
+
+
+def _trained_apart(job: Job) -> tuple[dict[str, float], float]:
+    """`trained` in a process of its own, whose errors must survive the way back: those with more
+    than a message do not."""
+    try:
+        return trained(job)
+    except StepwellError as error:
+        kinds = (Interrupted, ConfigError, DataError, CheckpointError, TrainingError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), StepwellError)
+        raise kind(f"{job[0].name}: {error}") from None
 
 
 def trained(job: Job) -> tuple[dict[str, float], float]:
