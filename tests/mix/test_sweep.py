@@ -5,7 +5,7 @@ import pytest
 
 from stepwell.config import Run
 from stepwell.mix import sweep as mix
-from stepwell.types import ConfigError, DataError
+from stepwell.types import ConfigError, DataError, TrainingError
 from tests.runs import MODEL, write_store
 
 
@@ -140,3 +140,10 @@ def test_a_folder_without_a_sweep(tmp_path):
     (tmp_path / mix.SWEEP).write_text(json.dumps(plan))
     with pytest.raises(DataError, match="no finished run"):
         mix.load_sweep(tmp_path)
+
+
+def test_a_run_that_fails_in_a_process_of_its_own_says_why(stores, tmp_path):
+    """The guard's stop holds more than a message, which no pool can bring back."""
+    wild = {"optim.lr": 1e4, "guard.action": "stop", "train.steps": 30}
+    with pytest.raises(TrainingError, match=r"proxy 000\d: .*loss"):
+        mix.sweep(recipe(stores, **wild), tmp_path / "s", 3, num_natural=1, num_procs=2)
