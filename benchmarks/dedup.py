@@ -200,7 +200,7 @@ def growth(megabytes: float, factors: tuple[int, ...] = (1, 2, 4, 8)) -> dict[st
 
 
 def crowded(num_pages: int) -> dict[str, Any]:
-    """Pages of one template: duplicates of each other (J of .95), or none of them (J of .77)."""
+    """Pages of one template: duplicates of each other (J of .96), or none of them (J of .77)."""
     rows = {}
     for name, share in (("duplicates", 0.02), ("no duplicates", 0.15)):
         for part in (4, 2, 1):
