@@ -37,7 +37,7 @@ from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, wri
 from stepwell.types import DataError
 
 MAX_ROUNDS = 32
-WORST = 53  # bytes of memory a byte of which all are repeats
+WORST = 60  # bytes of memory a byte of which all are repeats
 
 
 class SubstringDedup(GlobalStep):
@@ -45,9 +45,9 @@ class SubstringDedup(GlobalStep):
     documents, never within a character.
 
     min_bytes: of UTF-8; the paper's 50 tokens are about 200.
-    max_bytes_at_once: the most bytes of which a suffix array is made at once; memory is about 13
-    times as much, and 40 bytes more for each byte of it that is a repeat. The result doesn't depend
-    on it.
+    max_bytes_at_once: the most bytes of which a suffix array is made at once; memory is about 15
+    times as much, and up to 45 bytes more for each byte of it that is a repeat. The result doesn't
+    depend on it.
     min_kept_characters: a document that lost something and holds fewer is removed, unless what it
     holds was cut elsewhere.
     """
@@ -370,16 +370,19 @@ def _witnesses(
     first: dict[int, tuple[int, int]] = {}
     for positions, starts in _parts(folder, num_parts):
         keeper, goes = repeats(positions, starts, width, whole)
-        # A window may be due and yet stay, when rounds ran out.
-        goes &= ~whole[positions]
-        order = np.argsort(positions[goes])
-        at, origin = positions[goes][order], keeper[goes][order]
-        rank, holder = _rank(places, at), _rank(places, origin)
-        needed.append(np.unique(holder[holder != rank]))
-        ranks, least = np.unique(rank, return_index=True)
-        found = zip(ranks.tolist(), at[least].tolist(), holder[least].tolist(), strict=True)
-        for r, position, held in found:
-            first[r] = min(first.get(r, (position, held)), (position, held))
+        for begin in range(0, len(positions), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            # A window may be due and yet stay, when rounds ran out.
+            chosen = goes[block] & ~whole[positions[block]]
+            at, origin = positions[block][chosen], keeper[block][chosen]
+            order = np.argsort(at)
+            at, origin = at[order], origin[order]
+            rank, holder = _rank(places, at), _rank(places, origin)
+            needed.append(np.unique(holder[holder != rank]))
+            ranks, least = np.unique(rank, return_index=True)
+            found = zip(ranks.tolist(), at[least].tolist(), holder[least].tolist(), strict=True)
+            for r, position, held in found:
+                first[r] = min(first.get(r, (position, held)), (position, held))
     return np.unique(np.concatenate(needed)), {rank: held for rank, (_, held) in first.items()}
 
 
