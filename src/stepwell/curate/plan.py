@@ -115,7 +115,8 @@ def fingerprint(recipe: Recipe, reads: Sequence[Read]) -> dict[str, Any]:
     """What the result depends on: the recipe, the inputs and every file that a step reads (by path,
     size and time of change), and the code."""
     values = recipe.to_dict()
-    paths = {piece.path for read in reads for piece in read.pieces}
+    # What is dropped unread may be a link to anywhere.
+    paths = {p.path for read in reads for p in read.pieces if p.kind != "dropped"}
     paths |= {text for text in _texts([values["steps"], values.get("store")]) if _is_path(text)}
     files = sorted({file for path in paths for file in _files_of(Path(path))})
     return {

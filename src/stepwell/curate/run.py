@@ -81,12 +81,15 @@ def curate(plan: Plan, out: Path, executor: Executor, fresh: bool = False) -> It
 
 
 def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
-    """Raises ConfigError for an `out` that isn't a curation's, and for a finished one of another
-    plan."""
+    """Raises DataError for an `out` that can't be written, ConfigError for one that isn't a
+    curation's, and for a finished one of another plan."""
+    blocked = next((p for p in (out, *out.parents) if p.exists() and not p.is_dir()), None)
+    if blocked is not None:
+        raise DataError(f"cannot write {out}: {blocked} is a file; choose another name")
     if not out.exists():
         return
     ours = (out / CURATION, out / WORK)
-    if not out.is_dir() or (any(out.iterdir()) and not any(path.exists() for path in ours)):
+    if any(out.iterdir()) and not any(path.exists() for path in ours):
         raise ConfigError(f"{out} exists already and is no curation; choose another name")
     if (out / CURATION).exists() and not fresh:
         was = read_curation(out)["fingerprint"]
