@@ -24,8 +24,8 @@ from stepwell.data.steps import DocumentStep, GlobalStep, StepConfig
 from stepwell.types import ConfigError, DataError
 
 PLAN = "plan.json"
-# Keys whose values are names, never files.
-NAMES = ("kind", "sources", "by", "scores")
+# Keys whose values are names or what is written, never files that are read.
+NAMES = ("kind", "sources", "by", "scores", "save_index")
 # Files of a source that are read by one task.
 READ_BYTES = 16 << 20
 # Rooms whose code decides what is kept.
