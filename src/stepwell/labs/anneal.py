@@ -47,9 +47,9 @@ from stepwell.types import DataError, Document
 
 CLAIM = (
     "Good data at the end of a run, instead of spread evenly, gains more when the end is the decay "
-    "of a WSD schedule than when it is a cosine's tail (95 % interval over seeds above 0), and under "
-    "WSD it gains with every seed. At the end it leads lower under WSD than under the cosine with "
-    "every seed, and so does a constant rate with an average of its checkpoints."
+    "of a WSD schedule than when it is a cosine's tail (95 % interval over seeds above 0), and "
+    "under WSD it gains with every seed. At the end it leads lower under WSD than under the cosine "
+    "with every seed, and so does a constant rate with an average of its checkpoints."
 )
 TAIL = 0.2
 BOOKS_IN_TAIL = 0.5
