@@ -74,9 +74,15 @@ def read_batches(path: Path) -> list[pa.RecordBatch]:
         return [reader.get_batch(i) for i in range(reader.num_record_batches)]
 
 
-@lru_cache(maxsize=8)
 def read_table(path: Path) -> pa.Table:
     """A whole Arrow IPC file, memory-mapped and kept; for decisions that `apply` looks up."""
+    state = path.stat()
+    return _read_table(path, state.st_ino, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _read_table(path: Path, _inode: int, _mtime_ns: int) -> pa.Table:
+    """The number and the time tell a file made anew from the one that was read."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).read_all()
 
