@@ -19,6 +19,7 @@ TEXTS = st.text(max_size=60) | st.text("ab'’.,-_ \n\r\t\\n日本ß\u0301\u200b
         (r'{"a": "x\nB. y\ttab"}', "a x b y tab"),
         ("ﬁne Ⅻ ｗｉｄｅ Straße STRASSE x\u00ad\u200by", "fine xii wide strasse strasse xy"),
         ("don\u00b4t cafe\u0301 café", "dont café café"),
+        ("\u0390 \u03aa\u0301 \u1fd3", "\u0390 \u0390 \u0390"),
         ("日本語 und ไทย", "日 本 語 und ไ ท ย"),
         ("3.14 + $5,000", "3 14 5 000"),
         ("a\ud800b", "a b"),

@@ -129,8 +129,7 @@ def _plain(text: str) -> bytes:
         return text.encode("ascii").translate(_ASCII, b"'`")
     # NFKC would make a blank and a mark of the acute accent that is typed for an apostrophe.
     folded = unicodedata.normalize("NFKC", text.replace("\u00b4", "'")).casefold()
-    while not unicodedata.is_normalized("NFKC", folded):
-        folded = unicodedata.normalize("NFKC", folded).casefold()
+    folded = unicodedata.normalize("NFKC", folded)
     points = np.frombuffer(folded.encode("utf-32-le", "surrogatepass"), "<u4")
     kinds = _kinds()[points]
     points = np.where(kinds == SEPARATOR, np.uint32(32), points)

@@ -125,7 +125,7 @@ def test_trivial_benchmarks_make_an_empty_index(tmp_path):
 
 
 def texts_of(*items: Item) -> list[tuple[int, Part, str, int]]:
-    return [(i, *text) for i, text in texts_of_items(items)]
+    return [(i, t.part, t.text, t.lead) for i, t in texts_of_items(items)]
 
 
 def test_a_question_counts_alone_from_8_words_or_13_if_it_is_shared():
