@@ -79,6 +79,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.verbs:decontam",
         ),
         Command(
+            "decontam-index",
+            "index benchmarks, so that decontam finds their items",
+            "stepwell.commands.decontam:make_index",
+        ),
+        Command(
             "tokenizer",
             "train a byte-level BPE, and turn documents into a token store",
             "stepwell.commands.tokenizer:main",
