@@ -2,12 +2,13 @@ import re
 import sys
 import unicodedata
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.data.batches import to_batch
-from stepwell.data.quality.c4 import C4, clean_page, num_sentences
+from stepwell.data.quality.c4 import C4, clean_page, clean_pages, num_sentences
 from stepwell.data.quality.words import SENTENCE_ENDS
 from stepwell.types import DataError, Document
 
@@ -143,6 +144,32 @@ def test_sentences_are_those_of_the_published_pattern(line):
 def test_a_long_line_without_an_end_takes_linear_time():
     assert num_sentences("A.b" * 300_000) == 1
     assert clean_page('"' + "no end of it " * 100_000 + '"').verdict is not None
+
+
+def test_lines_break_and_end_as_python_says():
+    text = (
+        GOOD.replace("\n", "\r\n")
+        + "\u2028menu\x85One more here. \u3000\x0bmenu\u00a0\rÄ last one."
+    )
+    page = clean_page(text)
+    assert page.text == f"{GOOD}\nOne more here.\nÄ last one."
+    assert [text[a:b] for _, a, b in page.cuts] == ["menu\x85", "menu\u00a0\r"]
+
+
+def test_blank_lines_go_with_what_is_cut_before_them():
+    text = f"\n \n{GOOD}\n\nmenu\n\n  \nTwo words.\n\nThe last line stays.\n\n"
+    cuts = [(reason, text[a:b]) for reason, a, b in clean_page(text).cuts]
+    assert cuts == [
+        ("c4_no_terminal_punctuation", "menu\n\n  \n"), ("c4_few_words", "Two words.\n\n"),
+    ]  # fmt: skip
+
+
+def test_a_page_does_not_depend_on_the_pages_beside_it():
+    texts = [f"{GOOD}\nmenu[1]\nÜber uns.[2]\nYes, it is so.[3]", "", f"menu\n{GOOD}", "{x}. a b."]
+    column = pa.array(texts, pa.large_string())
+    assert clean_pages(column) == [clean_page(text) for text in texts]
+    assert clean_pages(column[1:3]) == [clean_page(text) for text in texts[1:3]]
+    assert clean_pages(column[:0]) == []
 
 
 def test_the_step_changes_texts_and_lists_what_it_cut():

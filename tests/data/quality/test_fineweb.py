@@ -1,7 +1,8 @@
+import pyarrow as pa
 import pytest
 
 from stepwell.data.batches import to_batch
-from stepwell.data.quality.fineweb import FineWeb, fineweb_quality, num_words
+from stepwell.data.quality.fineweb import FineWeb, fineweb_quality, fineweb_quality_verdicts
 from stepwell.types import Document
 
 LINES = [f"This is line number {i}, and it has words enough to be long." for i in range(20)]
@@ -52,9 +53,26 @@ def test_every_knob_changes_a_verdict(text, knobs):
 
 @pytest.mark.parametrize("limit", [0.0, 0.1, 1 / 3, 1.0])
 @pytest.mark.parametrize("text", ["a\n", "a b c\n", "a\nb c\nd e f\n\n", "a b c d e f g h i j\n"])
-def test_words_are_counted_as_far_as_they_matter(text, limit):
-    newlines, words = text.count("\n"), len(text.split())
-    assert (newlines / num_words(text, newlines, limit) > limit) == (newlines / words > limit)
+def test_line_breaks_are_shared_among_words(text, limit):
+    limits = FineWeb(min_punctuated_lines=0.0, max_short_lines=1.0, max_newlines_per_word=limit)
+    is_broken = text.count("\n") / len(text.split()) > limit
+    assert (fineweb_quality(text, limits) is not None) == is_broken
+
+
+def test_a_verdict_does_not_depend_on_the_texts_beside_it():
+    texts = [
+        GOOD,
+        "",
+        with_lines(89, "no end {}"),
+        " \n",
+        "水。\n水。",
+        GOOD + "\n" + LINES[3],
+        "é",
+    ]
+    column = pa.array(texts, pa.large_string())
+    assert fineweb_quality_verdicts(column) == [fineweb_quality(text) for text in texts]
+    assert fineweb_quality_verdicts(column[2:5]) == [fineweb_quality(t) for t in texts[2:5]]
+    assert fineweb_quality_verdicts(column[:0]) == []
 
 
 def test_the_step():

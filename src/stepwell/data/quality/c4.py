@@ -12,26 +12,48 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
 from stepwell.config import Flag, NonNegative, Positive
-from stepwell.data.batches import EDITS, Outcome, texts_of, with_texts
+from stepwell.data.batches import EDITS, Outcome, with_texts
+from stepwell.data.quality.lines import (
+    ASCII_SPACE,
+    MAY_END_SPACE,
+    Lines,
+    byte_table,
+    groups,
+    split_lines,
+)
 from stepwell.data.quality.verdicts import Verdict, detail, drop
-from stepwell.data.quality.words import CAPITAL, SENTENCE_END, char_flags
+from stepwell.data.quality.words import CAPITAL, SENTENCE_END, SENTENCE_ENDS, char_flags
 from stepwell.data.steps import DocumentStep
 from stepwell.types import DataError
 
 Cut = tuple[str, int, int]
 JAVASCRIPT, LOREM = "javascript", "lorem ipsum"
 PAGE_FAULTS = ("c4_lorem_ipsum", "c4_curly_bracket")
+LINE_FAULTS = (
+    "", "c4_no_terminal_punctuation", "c4_few_words", "c4_long_word", "c4_javascript", "c4_policy",
+)  # fmt: skip
 CLOSING_QUOTES = "\"'”"
 # Of a line's characters as kinds: capital A, signs that may end a sentence . and !, quotes, others.
 SENTENCE = re.compile(rb'(?:A\.|.)(?:[^.!A]++|A\.?)*[.!]+"?', re.DOTALL)
+ASCII_KINDS = bytes(
+    ord(
+        "." if c == "."
+        else "A" if c.isupper()
+        else "!" if c in SENTENCE_ENDS
+        else '"' if c in CLOSING_QUOTES
+        else "x"
+    )
+    for c in map(chr, range(256))
+)  # fmt: skip
 CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
 
 
@@ -65,33 +87,33 @@ class C4(DocumentStep):
     bad_words: str = ""
 
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
-        texts = texts_of(batch)
-        pages = [clean_page(text, self) for text in texts]
+        pages = clean_pages(batch["text"], self)
         outcome = drop(batch, self.kind, [page.verdict for page in pages])
-        kept = [i for i, page in enumerate(pages) if page.verdict is None]
-        edits = [
-            {
-                "id": row_id, "source": source, "step": self.kind, "reason": reason,
-                "start": start, "stop": stop, "replacement": "",
-            }
-            for row_id, source, i in zip(
-                outcome.kept["id"].to_pylist(), outcome.kept["source"].to_pylist(), kept,
-                strict=True,
-            )
-            for reason, start, stop in pages[i].cuts
-        ]  # fmt: skip
+        kept = [page for page in pages if page.verdict is None]
+        cuts = [cut for page in kept for cut in page.cuts]
+        rows = np.repeat(np.arange(len(kept)), [len(page.cuts) for page in kept])
+        num = len(cuts)
+        columns = [
+            outcome.kept["id"].take(pa.array(rows)),
+            outcome.kept["source"].take(pa.array(rows)),
+            pa.array([self.kind] * num, pa.string()),
+            pa.array([reason for reason, _, _ in cuts], pa.string()),
+            pa.array([start for _, start, _ in cuts], pa.int64()),
+            pa.array([stop for _, _, stop in cuts], pa.int64()),
+            pa.array([""] * num, pa.string()),
+        ]
         return Outcome(
-            with_texts(outcome.kept, [pages[i].text for i in kept]),
+            with_texts(outcome.kept, [page.text for page in kept]),
             outcome.removed,
-            pa.RecordBatch.from_pylist(edits, EDITS),
+            pa.RecordBatch.from_arrays(columns, schema=EDITS),
         )
 
 
 @dataclass(frozen=True)
 class Page:
-    """cuts: (reason, start, stop) of what was taken out, in characters of the page as it was; lines
-    of one reason that follow each other are one cut. White space around lines goes too, without
-    being listed."""
+    """text: empty for a page that goes. cuts: (reason, start, stop) of what was taken out, in
+    characters of the page as it was; lines of one reason that follow each other are one cut. White
+    space around lines goes too, without being listed."""
 
     text: str
     verdict: Verdict
@@ -103,53 +125,127 @@ def clean_page(text: str, limits: C4 | None = None) -> Page:
 
     Raises DataError for a list of bad words that can't be read.
     """
+    return clean_pages(pa.array([text], pa.large_string()), limits)[0]
+
+
+def clean_pages(texts: pa.Array, limits: C4 | None = None) -> list[Page]:
+    """texts: large_string without nulls. Most lines of most pages end in no sign that ends a
+    sentence, which their last bytes show; only the others are looked at one by one."""
     limits = limits or C4()
-    with_citations = limits.citations and "[" in text
-    present = needles_in(CITATION.sub("", text) if with_citations else text, limits)
-    raws = text.splitlines(keepends=True)
+    pages: list[Page] = []
+    for group in groups(texts):
+        lines = split_lines(group, universal=True)
+        chosen = np.flatnonzero(may_stay(lines, limits))
+        places = zip(
+            lines.start_L[chosen].tolist(), lines.next_starts[chosen].tolist(), strict=True
+        )
+        raws = [lines.text(start, stop) for start, stop in places]
+        bounds = np.searchsorted(chosen, lines.first_D1).tolist()
+        judged = [judge(raws[first:last], limits) for first, last in pairwise(bounds)]
+        cuts = cuts_of(lines, chosen, judged)
+        pages += [Page(j.text, j.verdict, cuts[i]) for i, j in enumerate(judged)]
+    return pages
+
+
+def may_stay(lines: Lines, limits: C4) -> np.ndarray:
+    """False for lines that lack their terminal punctuation for sure, and for those without a
+    character."""
+    if not limits.terminal_punctuation:
+        return lines.next_starts > lines.start_L
+    # A citation ends in a bracket. White space that isn't passed over here may hide an end.
+    endings = byte_table([*(sign.encode()[-1] for sign in limits.line_ends), ord("]")])
+    stop_L = lines.stop_L
+    for _ in range(3):
+        stop_L = stop_L - (ASCII_SPACE[lines.bytes_B[stop_L - 1]] & (stop_L > lines.start_L))
+    may_end = (endings | MAY_END_SPACE)[lines.bytes_B[stop_L - 1]] & (stop_L > lines.start_L)
+    return may_end | (lines.lengths > limits.max_word_chars)
+
+
+class Judged(NamedTuple):
+    """text: what stays of the page. faults: of each line that was looked at. citations: (number of
+    the line, start, stop) of those in lines that stay."""
+
+    text: str
+    verdict: Verdict
+    faults: Sequence[str] = ()
+    citations: Sequence[tuple[int, int, int]] = ()
+
+
+def judge(raws: Sequence[str], limits: C4) -> Judged:
+    """raws: a page's lines that may stay, with their line breaks."""
+    page = "".join(raws)
+    with_citations = limits.citations and "[" in page
+    present = needles_in(CITATION.sub("", page) if with_citations else page, limits)
     kept: list[str] = []
     faults: list[str] = []
-    # Most lines of most pages end in none of these; a citation ends in a bracket.
-    endings = {sign[-1] for sign in limits.line_ends} | {"]"}
+    citations: list[tuple[int, int, int]] = []
     for raw in raws:
-        whole = raw.strip()
-        if (
-            limits.terminal_punctuation
-            and whole[-1:] not in endings
-            and len(whole) <= limits.max_word_chars
-        ):
-            faults.append("c4_no_terminal_punctuation")
-            continue
-        line = CITATION.sub("", whole) if with_citations and "[" in whole else whole
+        line = whole = raw.strip()
+        if with_citations and "[" in whole:
+            line = CITATION.sub("", whole)
         fault = line_fault(whole, line, present, limits)
         if fault in PAGE_FAULTS:
-            return Page(text, (fault, ""), ())
-        faults.append(fault)
+            return Judged("", (fault, ""))
         if not fault:
             kept.append(line)
+            if line is not whole:
+                found = CITATION.finditer(raw)
+                citations += [(len(faults), match.start(), match.end()) for match in found]
+        faults.append(fault)
     verdict = page_verdict(kept, limits)
     if verdict is not None:
-        return Page(text, verdict, ())
-    return Page("\n".join(kept).strip(), None, tuple(cuts_of(raws, faults, with_citations)))
+        return Judged("", verdict)
+    return Judged("\n".join(kept).strip(), None, faults, citations)
 
 
-def cuts_of(raws: Sequence[str], faults: Sequence[str], with_citations: bool) -> list[Cut]:
-    """Lines with a fault, those of one fault that follow each other (blank ones between them) as
-    one, and the citations of the other lines."""
-    cuts: list[Cut] = []
-    stop = 0
-    for raw, fault in zip(raws, faults, strict=True):
-        start, stop = stop, stop + len(raw)
-        follows = bool(cuts) and cuts[-1][2] == start
-        blank = bool(fault) and raw.isspace()
-        if fault and follows and (blank or cuts[-1][0] == fault):
-            cuts[-1] = (cuts[-1][0], cuts[-1][1], stop)
-        elif fault and not blank:
-            cuts.append((fault, start, stop))
-        elif not fault and with_citations:
-            found = CITATION.finditer(raw)
-            cuts += [("c4_citation", start + m.start(), start + m.end()) for m in found]
-    return cuts
+def cuts_of(lines: Lines, chosen: np.ndarray, judged: Sequence[Judged]) -> list[tuple[Cut, ...]]:
+    """Of each page: lines with a fault, those of one fault that follow each other as one, and the
+    citations of the other lines. Blank lines go with what is cut before them, if anything is.
+
+    chosen: the lines that were looked at; the others lack their terminal punctuation.
+    """
+    text_L = lines.text_numbers
+    fault_L = np.full(len(text_L), LINE_FAULTS.index("c4_no_terminal_punctuation"))
+    stays_D = np.array([page.verdict is None for page in judged])
+    fault_L[chosen[stays_D[text_L[chosen]]]] = [
+        LINE_FAULTS.index(fault) for page in judged for fault in page.faults
+    ]
+    is_first = np.zeros(len(text_L), bool)
+    is_first[lines.first_D1[:-1]] = True
+    blank_L = lines.blank() & (fault_L > 0)
+    fault_L[blank_L & is_first] = 0
+    fault_L = fault_L[np.maximum.accumulate(np.arange(len(text_L)) * (~blank_L | is_first))]
+    fault_L[~stays_D[text_L]] = 0
+    begins = np.flatnonzero(is_first | (np.diff(fault_L, prepend=0) != 0))
+    runs = np.flatnonzero(fault_L[begins])
+    ends = np.append(begins[1:], len(text_L)) - 1
+    texts, reasons = text_L[begins[runs]], fault_L[begins[runs]]
+    before_D = lines.chars_before(lines.start_D)
+    starts = lines.chars_before(lines.start_L[begins[runs]]) - before_D[texts]
+    stops = lines.chars_before(lines.next_starts[ends[runs]]) - before_D[texts]
+    cuts: list[list[Cut]] = [[] for _ in judged]
+    for text, reason, start, stop in zip(
+        texts.tolist(), reasons.tolist(), starts.tolist(), stops.tolist(), strict=True
+    ):
+        cuts[text].append((LINE_FAULTS[reason], start, stop))
+    add_citations(cuts, lines, chosen, judged)
+    return [tuple(found) for found in cuts]
+
+
+def add_citations(
+    cuts: list[list[Cut]], lines: Lines, chosen: np.ndarray, judged: Sequence[Judged]
+) -> None:
+    first_D = np.searchsorted(chosen, lines.first_D1)
+    for i, page in enumerate(judged):
+        if page.citations:
+            numbers = [first_D[i] + number for number, _, _ in page.citations]
+            places = np.append(lines.start_D[i], lines.start_L[chosen[numbers]])
+            base, *begins = lines.chars_before(places).tolist()
+            cuts[i] += [
+                ("c4_citation", begin - base + start, begin - base + stop)
+                for begin, (_, start, stop) in zip(begins, page.citations, strict=True)
+            ]
+            cuts[i].sort(key=lambda cut: cut[1])
 
 
 def needles_in(text: str, limits: C4) -> frozenset[str]:
@@ -204,6 +300,12 @@ def num_sentences(line: str) -> int:
     """At least 1. A sentence begins with any character, ends at the first sign that may end one
     (not after a capital with a full stop, unless there is no other), and takes further signs and a
     closing quotation mark along."""
+    kinds = line.encode().translate(ASCII_KINDS) if line.isascii() else kinds_of(line)
+    # Up to the last sign that may end one every search succeeds, so all take linear time.
+    return max(len(SENTENCE.findall(kinds.rstrip(b'xA"'))), 1)
+
+
+def kinds_of(line: str) -> bytes:
     chars = np.frombuffer(line.encode("utf-32-le"), np.uint32)
     flags = char_flags(chars)
     kinds = np.full(len(chars), ord("x"), np.uint8)
@@ -212,11 +314,7 @@ def num_sentences(line: str) -> int:
     kinds[chars == ord(".")] = ord(".")
     for quote in CLOSING_QUOTES:
         kinds[chars == ord(quote)] = ord('"')
-    text, number, found = kinds.tobytes(), 0, SENTENCE.match(kinds.tobytes())
-    while found is not None:
-        number += 1
-        found = SENTENCE.match(text, found.end())
-    return max(number, 1)
+    return kinds.tobytes()
 
 
 @lru_cache(maxsize=8)

@@ -27,8 +27,8 @@ def first_broken(rules: Sequence[Rule], num_texts: int) -> list[Verdict]:
     verdicts: list[Verdict] = [None] * num_texts
     for reason, values, sign, limit in rules:
         broken = values < limit if sign == "<" else values > limit
-        for i in np.flatnonzero(broken):
-            verdicts[i] = verdicts[i] or (reason, detail(values[i], sign, limit))
+        for i, value in zip(np.flatnonzero(broken).tolist(), values[broken].tolist(), strict=True):
+            verdicts[i] = verdicts[i] or (reason, detail(value, sign, limit))
     return verdicts
 
 
