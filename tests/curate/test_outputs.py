@@ -6,10 +6,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from stepwell.curate.executors.local import LocalExecutor
-from stepwell.curate.outputs import file_name
 from stepwell.curate.plan import make_plan
 from stepwell.curate.recipe import Recipe
 from stepwell.curate.run import curate, read_curation
+from stepwell.curate.writing import file_name
 from stepwell.data.store import TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError

@@ -1,10 +1,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
@@ -114,40 +110,6 @@ def test_nothing_kept_says_why_and_leaves_nothing(raw, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-KILLS = 3
-
-
-def test_killed_anywhere_it_goes_on_with_any_number_of_workers(tmp_path):
-    raw = tmp_path / "raw"
-    corpus.write(raw, num_docs=200)
-    values = corpus.recipe(raw, shard_bytes=4000, batch_bytes=2000)
-    run(values, tmp_path / "whole")
-    recipe = tmp_path / "recipe.toml"
-    Recipe.parse(values).save(recipe)
-    out = tmp_path / "out"
-    for kill in range(KILLS):
-        killed_when(out, recipe, workers=1 + kill % 2, num_tasks=2 + 12 * kill)
-    done = start(out, recipe, 2)
-    assert done.wait(timeout=120) == 0
-    assert corpus.result(out) == corpus.result(tmp_path / "whole")
-
-
-def start(out: Path, recipe: Path, workers: int) -> subprocess.Popen:
-    words = ["curate", str(recipe), "--out", str(out), "--workers", str(workers)]
-    return subprocess.Popen([sys.executable, "-m", "stepwell", *words], stdout=subprocess.DEVNULL)
-
-
-def killed_when(out: Path, recipe: Path, workers: int, num_tasks: int) -> None:
-    """Kills it once so many tasks are done, or lets it end."""
-    process = start(out, recipe, workers)
-    while process.poll() is None:
-        if len(list((out / WORK).glob("s*/[0-9]*"))) >= num_tasks:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return
-        time.sleep(0.002)
-
-
 def test_a_worker_that_dies_is_said_and_nothing_is_lost(raw, tmp_path, monkeypatch):
     out = tmp_path / "out"
     values = corpus.recipe(raw, batch_bytes=900, shard_bytes=3000)
@@ -157,6 +119,39 @@ def test_a_worker_that_dies_is_said_and_nothing_is_lost(raw, tmp_path, monkeypat
     monkeypatch.undo()
     run(values, out, workers=2)
     assert len(corpus.result(out)[0]) == 77
+
+
+def test_a_source_may_be_empty_and_ids_may_repeat(tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    rows = [{"id": "same", "text": corpus.text(i)} for i in range(6)]
+    mail = "mail me at jo.smith@web.de. "
+    rows += [{"id": "same", "text": mail + corpus.text(i)} for i in (7, 8)]
+    (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (raw / "b.jsonl").write_text("")
+    values = corpus.recipe(raw, batch_bytes=1500, store={"vocab_size": 300})
+    values["steps"] = [{"kind": "pii"}, {"kind": "exact-dedup"}]
+    run(values, tmp_path / "out")
+    found = read_curation(tmp_path / "out")
+    assert found["tally"]["read"] == {"a": 8, "b": 1}
+    assert found["tally"]["steps"]["read"]["dropped"] == {"empty_file": 1}
+    assert found["tally"]["steps"]["1. pii"]["edited"] == 2
+    assert found["kept"]["a"][0] == 8
+    assert found["kept"]["b"] == [0, 0]
+    assert [store["docs"] for store in found["stores"]] == [8]
+
+
+def test_progress_is_counted_in_bytes(raw, tmp_path):
+    parts = run(corpus.recipe(raw, batch_bytes=900, shard_bytes=3000), tmp_path / "out")
+    for part in {step.part for step in parts if step.total_bytes}:
+        steps = [step for step in parts if step.part == part]
+        done = [step.done_bytes for step in steps]
+        assert done == sorted(done)
+        assert done[0] == 0
+        assert done[-1] == steps[-1].total_bytes
+        assert steps[-1].done == steps[-1].total
+    read = next(step for step in parts if step.total_bytes)
+    assert read.total_bytes == sum(path.stat().st_size for path in raw.iterdir())
 
 
 def die(*_: object) -> None:

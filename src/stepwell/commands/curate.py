@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,7 +19,6 @@ from stepwell.commands.inputs import Inputs, Place, counted, parse_options
 from stepwell.types import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from stepwell.curate.plan import Plan
     from stepwell.curate.recipe import Recipe
     from stepwell.curate.run import Executor, Progress
 
@@ -82,7 +83,8 @@ def run(recipe: Recipe, out: Path, executor: Executor, fresh: bool, as_json: boo
 
     plan = make_plan(recipe)
     try:
-        shown(curate(plan, out, executor, fresh), plan)
+        with ended_by_sigterm(), closing(curate(plan, out, executor, fresh)) as progress:
+            shown(progress)
     except KeyboardInterrupt:
         print(
             f"stepwell: interrupted; {out} holds what was finished, and the same command goes on "
@@ -94,6 +96,20 @@ def run(recipe: Recipe, out: Path, executor: Executor, fresh: bool, as_json: boo
     values["out"] = str(out)
     print(json.dumps(values) if as_json else report_text(values, out))
     return 0
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: its workers end too, and nothing half-done stays."""
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def executor_of(name: str, workers: int | None, ray_address: str | None = None) -> Executor:
@@ -189,15 +205,15 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, overrides
 
 
-def shown(progress: Iterator[Progress], plan: Plan) -> None:
-    """A bar for each part of the work, where there is a terminal."""
+def shown(progress: Iterator[Progress]) -> None:
+    """A bar for each part of the work with rate and time left, where there is a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
-        MofNCompleteColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
+        TransferSpeedColumn,
     )
     from rich.progress import Progress as Bars
 
@@ -209,17 +225,21 @@ def shown(progress: Iterator[Progress], plan: Plan) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.fields[tasks]}"),
+        TransferSpeedColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Bars(*columns, console=console) as bars:
-        tasks: dict[str, Any] = {}
-        width = shutil.get_terminal_size().columns // 2
+        rows: dict[str, Any] = {}
+        width = shutil.get_terminal_size().columns // 3
         for step in progress:
-            if step.part not in tasks:
-                tasks[step.part] = bars.add_task(step.part[:width], total=step.total)
-            bars.update(tasks[step.part], completed=step.done)
+            done, total = step.done_bytes, step.total_bytes
+            if not total:
+                done, total = step.done, step.total
+            if step.part not in rows:
+                rows[step.part] = bars.add_task(step.part[:width], total=total, tasks="")
+            bars.update(rows[step.part], completed=done, tasks=f"{step.done}/{step.total}")
 
 
 def report_text(values: dict[str, Any], out: Path) -> str:

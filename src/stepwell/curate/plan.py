@@ -26,8 +26,8 @@ from stepwell.types import ConfigError, DataError
 PLAN = "plan.json"
 # Keys whose values are names or what is written, never files that are read.
 NAMES = ("kind", "sources", "by", "scores", "save_index")
-# Files of a source that are read by one task.
-READ_BYTES = 16 << 20
+# Files of a source that are read by one task. A small file takes time too.
+READ_BYTES, FILE_BYTES = 16 << 20, 16 << 10
 # Rooms whose code decides what is kept.
 CODE = ("data", "curate", "tokenizer.py", "schema.py")
 
@@ -88,7 +88,7 @@ def bundled(pieces: Sequence[Piece], in_one: bool) -> Iterator[list[Piece]]:
     size = 0
     for piece in pieces:
         bundle.append(piece)
-        size += piece.size_bytes
+        size += max(piece.size_bytes, FILE_BYTES)
         if size >= READ_BYTES and not in_one:
             yield bundle
             bundle, size = [], 0
@@ -154,9 +154,10 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def write_plan(plan: Plan, work: Path) -> None:
-    """Into an empty work folder, or one of the same plan. Raises ConfigError for another plan."""
+    """Into a work folder where nothing is done yet, or of the same plan. Raises ConfigError for
+    another plan."""
     path = work / PLAN
-    if path.exists():
+    if path.exists() and any(work.glob("s[0-9]*/[0-9]*")):
         # Through JSON, as it was written.
         now = json.loads(json.dumps(dict(plan.fingerprint)))
         if changed := differences(read_json(path)["fingerprint"], now):
@@ -189,8 +190,11 @@ def _read_plan(path: Path, _mtime_ns: int) -> Plan:
 
 def write_json(path: Path, values: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(values, ensure_ascii=False), "utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(values, ensure_ascii=False), "utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:

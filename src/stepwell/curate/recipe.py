@@ -45,13 +45,15 @@ STEPS = {
 
 class StoreSpec(Section):
     """The token stores. tokenizer: a folder or file with a tokenizer.json; or vocab_size: of a
-    byte-level BPE that is trained on the kept documents. by: one store for each value of `source`
+    byte-level BPE that is trained on the kept documents, on tokenizer_bytes of their text where
+    there is more. by: one store for each value of `source`
     or of a label such as `quality_bucket`. heldout: the share of documents (chosen by their ids)
     that goes to stores of their own. scores: the label that is kept for each document, for
     data.order = "quality-ascending"."""
 
     tokenizer: str | None = None
     vocab_size: Positive | None = None
+    tokenizer_bytes: Positive = 256 << 20
     by: str = "source"
     heldout: Fraction = 0.0
     scores: str | None = None

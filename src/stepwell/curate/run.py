@@ -10,25 +10,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepwell.curate.folders import decision_folder, is_done, shards_of, stage_folder
 from stepwell.curate.outputs import publish
 from stepwell.curate.plan import Plan, differences, read_json, write_json, write_plan
 from stepwell.curate.tally import add_tallies
-from stepwell.curate.tasks import (
-    decide,
-    decision_folder,
-    is_done,
-    num_tasks,
-    shards_of,
-    stage_folder,
-    step_name,
-)
-from stepwell.data.files import clean_disk_errors
+from stepwell.curate.tasks import TALLY, decide, has_decision, step_name, task_bytes
 from stepwell.train.lock import LOCK, folder_lock
 from stepwell.types import ConfigError, DataError, StepwellError
 
@@ -43,14 +35,22 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """A part of the work: `done` of `total` tasks."""
+    """A part of the work: `done` of `total` tasks, which read so many bytes."""
 
     part: str
     done: int
     total: int
+    done_bytes: int = 0
+    total_bytes: int = 0
 
 
-def curate(plan: Plan, out: Path, executor: Executor, fresh: bool = False) -> Iterator[Progress]:
+class NothingKept(DataError):
+    """No document is left, so there is nothing to go on with."""
+
+
+def curate(
+    plan: Plan, out: Path, executor: Executor, fresh: bool = False
+) -> Generator[Progress, None, None]:
     """Does what is not done yet, and yields how far it is. The result is `read_curation(out)`.
 
     fresh: begin anew, whatever is in `out`. Raises ConfigError for a folder that holds something
@@ -61,23 +61,21 @@ def curate(plan: Plan, out: Path, executor: Executor, fresh: bool = False) -> It
     if (out / CURATION).exists() and not fresh:
         return
     work = out / WORK
-    with clean_disk_errors(out), _locked(out):
+    with _locked(out):
         if fresh:
             remove_results(out)
         work.mkdir(exist_ok=True)
         write_plan(plan, work)
         for stage in plan.stages:
             yield from _stage(plan, work, stage.number, executor)
-        yield Progress("writing", 0, 1)
+        check_sums(summary(plan, work))
+        yield from _tasks(plan, work, len(plan.stages), executor)
+        yield Progress("publishing", 0, 1)
         counts = summary(plan, work)
-        if (num_read := sum(counts["tally"]["read"].values())) != accounted(counts):
-            raise StepwellError(
-                f"{num_read} records were read but {accounted(counts)} were kept or removed"
-            )
         publish(plan, work, out, counts)
         write_json(out / CURATION, counts)
         shutil.rmtree(work)
-        yield Progress("writing", 1, 1)
+        yield Progress("publishing", 1, 1)
 
 
 def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
@@ -139,12 +137,22 @@ def summary(plan: Plan, work: Path) -> dict[str, Any]:
 
 
 def collect(plan: Plan, work: Path) -> dict[str, Any]:
-    folders = [
-        folder
-        for stage in plan.stages
-        for folder in sorted(stage_folder(work, stage.number).glob("[0-9]*"))
-    ]
-    return add_tallies(read_json(folder / "tally.json") for folder in folders)
+    folders: list[Path] = []
+    for stage in range(len(plan.stages) + 1):
+        tasks = stage_folder(work, stage).glob("[0-9]*")
+        folders += sorted(tasks, key=lambda path: int(path.name))
+        folders.append(decision_folder(work, stage))
+    tallies = (folder / TALLY for folder in folders)
+    return add_tallies(read_json(path) for path in tallies if path.exists())
+
+
+def check_sums(counts: Mapping[str, Any]) -> None:
+    """Raises StepwellError unless every record was kept or removed."""
+    num_read = sum(counts["tally"]["read"].values())
+    if num_read != accounted(counts):
+        raise StepwellError(
+            f"{num_read} records were read but {accounted(counts)} were kept or removed"
+        )
 
 
 def accounted(counts: Mapping[str, Any]) -> int:
@@ -163,24 +171,31 @@ def kept_volumes(plan: Plan, tally: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def _stage(plan: Plan, work: Path, stage: int, executor: Executor) -> Iterator[Progress]:
-    total = num_tasks(plan, work, stage)
-    part = _part(plan, stage)
-    numbers = [n for n in range(total) if not is_done(work, stage, n)]
-    done = total - len(numbers)
-    yield Progress(part, done, total)
-    for _ in executor.run(work, stage, numbers):
-        done += 1
-        yield Progress(part, done, total)
+    yield from _tasks(plan, work, stage, executor)
     if not shards_of(work, stage):
-        raise DataError(nothing_kept(plan, work))
-    after = plan.stages[stage].after
-    if after is not None:
-        yield Progress(f"{after[1].kind}: deciding", 0, 1)
+        raise NothingKept(nothing_kept(plan, work))
+    if has_decision(plan, stage):
+        after = plan.stages[stage].after
+        part = f"{after[1].kind}: deciding" if after is not None else "tokenizer"
+        yield Progress(part, 0, 1)
         decide(work, stage)
-        yield Progress(f"{after[1].kind}: deciding", 1, 1)
+        yield Progress(part, 1, 1)
+
+
+def _tasks(plan: Plan, work: Path, stage: int, executor: Executor) -> Iterator[Progress]:
+    sizes = task_bytes(plan, work, stage)
+    part = _part(plan, stage)
+    numbers = [n for n in range(len(sizes)) if not is_done(work, stage, n)]
+    done, done_bytes = len(sizes) - len(numbers), sum(sizes) - sum(sizes[n] for n in numbers)
+    yield Progress(part, done, len(sizes), done_bytes, sum(sizes))
+    for number in executor.run(work, stage, numbers):
+        done, done_bytes = done + 1, done_bytes + sizes[number]
+        yield Progress(part, done, len(sizes), done_bytes, sum(sizes))
 
 
 def _part(plan: Plan, stage: int) -> str:
+    if stage == len(plan.stages):
+        return "writing"
     entry = plan.stages[stage]
     first = ["read"] if stage == 0 else [entry.before[1].kind] if entry.before else []
     return ", ".join([*first, *(step.kind for _, step in entry.steps)])
@@ -208,9 +223,23 @@ def _locked(out: Path) -> Iterator[None]:
     try:
         with folder_lock(out):
             yield
-    except DataError:
-        # Nothing is left of the documents: there is nothing to go on with.
+    except NothingKept:
         shutil.rmtree(out / WORK, ignore_errors=True)
         if made and out.is_dir() and not os.listdir(out):
             out.rmdir()
         raise
+    except (OSError, DataError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError) or not _is_below(out, cause.filename):
+            raise
+        # Arrow's own words say which of its calls it was.
+        why = os.strerror(cause.errno) if cause.errno else str(cause)
+        raise DataError(
+            f"cannot write {out}: {why}; what was finished is kept, and the "
+            "same command goes on from there when there is room"
+        ) from error
+
+
+def _is_below(out: Path, filename: Any) -> bool:
+    """Whether an error is about what is written; one that names no file is."""
+    return not isinstance(filename, str) or out.absolute() in Path(filename).absolute().parents

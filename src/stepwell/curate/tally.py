@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stepwell.data.batches import text_bytes
+from stepwell.data.batches import pc, text_bytes
 from stepwell.types import StepwellError
 
 NUM_EXAMPLES = 3
@@ -15,13 +15,13 @@ DETAIL_CHARACTERS = 200
 TEXT_CHARACTERS = 400
 
 # A tally: {"read": {source: records}, "steps": {name: {"in": {source: [docs, bytes]}, "out": ...,
-# "dropped": {reason: docs}, "edits": {reason: n}, "edited": docs, "examples": {reason: [...]},
-# "cpu_s": seconds}}}.
+# "dropped": {reason: docs}, "edits": {reason: n}, "edited": docs, "examples": {reason: [...]}}},
+# "cpu": {what: seconds}}.
 Tally = dict[str, Any]
 
 
 def new_tally() -> Tally:
-    return {"read": {}, "steps": {}}
+    return {"read": {}, "steps": {}, "cpu": {}}
 
 
 def volumes(batch: pa.RecordBatch) -> dict[str, list[int]]:
@@ -36,6 +36,10 @@ def count_read(tally: Tally, sources: Iterable[str]) -> None:
         tally["read"][source] = tally["read"].get(source, 0) + 1
 
 
+def count_cpu(tally: Tally, what: str, seconds: float) -> None:
+    tally["cpu"][what] = tally["cpu"].get(what, 0.0) + seconds
+
+
 def count_step(
     tally: Tally,
     name: str,
@@ -43,7 +47,6 @@ def count_step(
     kept: pa.RecordBatch,
     removed: pa.RecordBatch,
     edits: pa.RecordBatch,
-    cpu_s: float,
 ) -> None:
     """Raises StepwellError when documents were lost or came out of nowhere."""
     if kept.num_rows + removed.num_rows != before.num_rows:
@@ -51,17 +54,21 @@ def count_step(
             f"step {name} was given {before.num_rows} documents, kept {kept.num_rows} and removed "
             f"{removed.num_rows}: {before.num_rows - kept.num_rows - removed.num_rows} are lost"
         )
-    edited = set(zip(edits["source"].to_pylist(), edits["id"].to_pylist(), strict=True))
     entry = {
         "in": volumes(before),
         "out": volumes(kept),
         "dropped": value_counts(removed["reason"]),
         "edits": value_counts(edits["reason"]),
-        "edited": len(edited),
+        "edited": num_changed(before, kept) if edits.num_rows else 0,
         "examples": examples_of(removed),
-        "cpu_s": cpu_s,
     }
     tally["steps"][name] = _sum(tally["steps"][name], entry) if name in tally["steps"] else entry
+
+
+def num_changed(before: pa.RecordBatch, kept: pa.RecordBatch) -> int:
+    """Documents that stay with another text. By key: ids may occur twice."""
+    was = before["text"].take(pc.index_in(kept["key"], before["key"]))
+    return pc.sum(pc.not_equal(kept["text"], was)).as_py() or 0
 
 
 def value_counts(column: pa.Array | pa.ChunkedArray) -> dict[str, int]:

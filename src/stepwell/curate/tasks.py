@@ -1,119 +1,168 @@
 """The parts that a curation is cut into. Each reads files, writes files, and can be done by any
 process that sees the work folder; doing one twice changes nothing.
 
-s00/00003/ is task 3 of stage 0: documents-00000.arrow, sketch-00000.arrow (if a decision comes
-next), rest-00000.arrow (documents that the decision is not about), removed.parquet, edits.parquet
-and tally.json. d00/ is the decision after stage 0.
+A task's folder holds documents-00000.arrow, sketch-00000.arrow (if a decision comes next),
+rest-00000.arrow (documents that the decision is not about), removed.parquet, edits.parquet and
+tally.json. The tasks of the stage after the last one write what is published.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stepwell.curate.folders import (
+    beside,
+    decision_folder,
+    is_done,
+    shards_of,
+    task_folder,
+    whole,
+)
 from stepwell.curate.plan import Plan, Read, Stage, read_plan, write_json
-from stepwell.curate.tally import Tally, count_read, count_step, new_tally
+from stepwell.curate.tally import Tally, count_cpu, count_read, count_step, new_tally
+from stepwell.curate.writing import prepare, write_shard
 from stepwell.data.batches import (
     EDITS,
     REMOVED,
     Outcome,
+    empty,
+    name_of,
     pc,
     removed_batch,
     text_bytes,
     to_batch,
 )
 from stepwell.data.sources.pieces import read_piece
+from stepwell.data.sources.spec import Piece, SourceSpec
 from stepwell.data.steps import DocumentStep, GlobalStep, Shard, StepConfig, read_batches
-from stepwell.types import Document, Dropped
+from stepwell.types import Document, Dropped, StepwellError
 
 BATCH_DOCS = 1024
 # A read has fewer documents than this; it leaves 2**32 reads.
 READ_KEYS = 1 << 32
-SOURCE = "read"
+SOURCE, OTHER = "read", "other"
+TALLY = "tally.json"
+# What a stage begins with: documents, what was removed and what was edited before its steps.
+Begun = tuple[pa.RecordBatch, pa.RecordBatch, pa.RecordBatch]
+Result = TypeVar("Result")
 
 
 def step_name(number: int, step: StepConfig) -> str:
     return f"{number + 1}. {step.kind}"
 
 
-def stage_folder(work: Path, stage: int) -> Path:
-    return work / f"s{stage:02d}"
-
-
-def decision_folder(work: Path, stage: int) -> Path:
-    return work / f"d{stage:02d}"
-
-
-def task_folder(work: Path, stage: int, number: int) -> Path:
-    return stage_folder(work, stage) / f"{number:05d}"
-
-
-def shards_of(work: Path, stage: int) -> list[Path]:
-    """What a stage has written, in reading order: the tasks of the next one."""
-    return sorted(stage_folder(work, stage).glob("[0-9]*/documents-*.arrow"))
-
-
 def num_tasks(plan: Plan, work: Path, stage: int) -> int:
     return len(plan.reads) if stage == 0 else len(shards_of(work, stage - 1))
 
 
-def is_done(work: Path, stage: int, number: int) -> bool:
-    return task_folder(work, stage, number).exists()
+def task_bytes(plan: Plan, work: Path, stage: int) -> list[int]:
+    """How much each task of a stage reads."""
+    if stage == 0:
+        return [sum(piece.size_bytes for piece in read.pieces) for read in plan.reads]
+    return [path.stat().st_size for path in shards_of(work, stage - 1)]
 
 
 def run_task(work: Path, stage: int, number: int) -> None:
-    """Does nothing if it is done."""
+    """Does nothing if it is done.
+
+    Raises StepwellError that names the step, the document and the file for a step that fails.
+    """
     if is_done(work, stage, number):
         return
+    begin = time.process_time()
     plan = read_plan(work)
-    with _whole(task_folder(work, stage, number)) as folder:
+    with whole(task_folder(work, stage, number)) as folder:
         tally = new_tally()
-        batches: Iterable[tuple[pa.RecordBatch, pa.RecordBatch, pa.RecordBatch]]
-        if stage == 0:
-            batches = _read(plan, plan.reads[number], number, tally)
+        if stage == len(plan.stages):
+            write_shard(plan, work, shards_of(work, stage - 1)[number], folder, tally)
+        elif stage == 0:
+            read = plan.reads[number]
+            batches = _read(plan, read, number, tally)
+            _work(plan, plan.stages[stage], batches, folder, tally, _place(read))
         else:
-            batches = _carried(plan.stages[stage], work, shards_of(work, stage - 1)[number], tally)
-        _work(plan, plan.stages[stage], batches, folder, tally)
+            path = shards_of(work, stage - 1)[number]
+            batches = _carried(plan.stages[stage], work, path, tally)
+            _work(plan, plan.stages[stage], batches, folder, tally, str(path))
+        rest_s = time.process_time() - begin - sum(tally["cpu"].values())
+        count_cpu(tally, OTHER, rest_s)
+        write_json(folder / TALLY, tally)
+
+
+def has_decision(plan: Plan, stage: int) -> bool:
+    """Whether something is decided about all documents between this stage and the next."""
+    return plan.stages[stage].after is not None or (
+        stage == len(plan.stages) - 1 and plan.recipe.store is not None
+    )
 
 
 def decide(work: Path, stage: int) -> None:
     """Decides about all documents after a stage. Does nothing if it is done."""
     folder = decision_folder(work, stage)
-    after = read_plan(work).stages[stage].after
-    if folder.exists() or after is None:
+    plan = read_plan(work)
+    if folder.exists() or not has_decision(plan, stage):
         return
-    shards = [Shard(path, _beside(path, "sketch")) for path in shards_of(work, stage)]
-    with _whole(folder) as temporary:
-        after[1].decide(shards, temporary)
+    after = plan.stages[stage].after
+    begin = time.process_time()
+    tally = new_tally()
+    with whole(folder) as temporary:
+        if after is None:
+            assert plan.recipe.store is not None
+            prepare(plan.recipe.store, shards_of(work, stage), temporary)
+            name = "tokenizer"
+        else:
+            shards = [Shard(path, beside(path, "sketch")) for path in shards_of(work, stage)]
+            name = f"{step_name(*after)}: decide"
+            try:
+                after[1].decide(shards, temporary)
+            except (StepwellError, OSError):
+                raise
+            except Exception as error:
+                raise _fault(f"step {name}", "all documents", error) from error
+        count_cpu(tally, name, time.process_time() - begin)
+        write_json(temporary / TALLY, tally)
 
 
-def _read(
-    plan: Plan, read: Read, number: int, tally: Tally
-) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch, pa.RecordBatch]]:
+def _read(plan: Plan, read: Read, number: int, tally: Tally) -> Iterator[Begun]:
     """Batches of what is read, each with what could not be."""
     key = number * READ_KEYS
     source = plan.source(read.source)
-    items = chain.from_iterable(read_piece(piece, source) for piece in read.pieces)
+    items = chain.from_iterable(_items(piece, source) for piece in read.pieces)
     if source.max_docs is not None:
         items = first_documents(items, source.max_docs)
+    begin = time.process_time()
     for docs, dropped in _grouped(items, plan.recipe.batch_bytes):
         count_read(tally, (item.source for item in [*docs, *dropped]))
         batch = to_batch(docs, key)
         removed = removed_batch(dropped, SOURCE)
         key += len(docs)
+        docs, dropped = [], []
+        count_cpu(tally, SOURCE, time.process_time() - begin)
         _count_unread(tally, batch, removed)
-        yield batch, removed, pa.RecordBatch.from_pylist([], EDITS)
+        yield batch, removed, empty(EDITS)
+        begin = time.process_time()
+
+
+def _items(piece: Piece, source: SourceSpec) -> Iterator[Document | Dropped]:
+    last = "the first document"
+    try:
+        for item in read_piece(piece, source):
+            last = f"what follows {item.id}"
+            yield item
+    except (StepwellError, OSError):
+        raise
+    except Exception as error:
+        raise _fault(f"reading {piece.path} (source {source.name})", last, error) from error
 
 
 def first_documents(items: Iterable[Document | Dropped], num_docs: int) -> Iterator[Any]:
@@ -148,27 +197,21 @@ def _count_unread(tally: Tally, batch: pa.RecordBatch, removed: pa.RecordBatch) 
         [removed["id"], removed["source"], removed["text"]], ["id", "source", "text"]
     )
     before = pa.Table.from_batches([batch.select(["id", "source", "text"]), unread])
-    everything = before.combine_chunks().to_batches()
-    edits = pa.RecordBatch.from_pylist([], EDITS)
-    if everything:
-        count_step(tally, SOURCE, everything[0], batch, removed, edits, 0.0)
+    for everything in before.combine_chunks().to_batches():
+        count_step(tally, SOURCE, everything, batch, removed, empty(EDITS))
 
 
-def _carried(
-    stage: Stage, work: Path, path: Path, tally: Tally
-) -> Iterator[tuple[pa.RecordBatch, pa.RecordBatch, pa.RecordBatch]]:
+def _carried(stage: Stage, work: Path, path: Path, tally: Tally) -> Iterator[Begun]:
     """A shard's batches after the decision that precedes the stage."""
     assert stage.before is not None
     number, step = stage.before
     folder = decision_folder(work, stage.number - 1)
-    rest_path = _beside(path, "rest")
+    rest_path = beside(path, "rest")
     rests = iter(read_batches(rest_path)) if rest_path.exists() else None
+    name = step_name(number, step)
     for batch in read_batches(path):
-        begin = time.process_time()
-        outcome = step.apply(batch, folder)
-        cpu_s = time.process_time() - begin
-        name = step_name(number, step)
-        count_step(tally, name, batch, outcome.kept, outcome.removed, outcome.edits, cpu_s)
+        outcome = _timed(tally, name, batch, lambda b: step.apply(b, folder), str(path))
+        count_step(tally, name, batch, outcome.kept, outcome.removed, outcome.edits)
         rest = next(rests) if rests is not None else None
         kept = outcome.kept if rest is None else merged(outcome.kept, rest)
         yield kept, outcome.removed, outcome.edits
@@ -177,35 +220,91 @@ def _carried(
 def _work(
     plan: Plan,
     stage: Stage,
-    batches: Iterable[tuple[pa.RecordBatch, pa.RecordBatch, pa.RecordBatch]],
+    batches: Iterable[Begun],
     folder: Path,
     tally: Tally,
+    place: str,
 ) -> None:
+    """place: what is worked on, for error messages."""
     with ExitStack() as stack:
         removed_file = stack.enter_context(_Rows(folder / "removed.parquet", REMOVED))
         edits_file = stack.enter_context(_Rows(folder / "edits.parquet", EDITS))
-        shards = stack.enter_context(_Shards(folder, stage.after, plan.recipe.shard_bytes))
+        shards = stack.enter_context(_Shards(folder, stage.after, plan.recipe.shard_bytes, place))
         for batch, removed, edits in batches:
             removed_file.add(removed)
             edits_file.add(edits)
             for number, step in stage.steps:
-                outcome = _counted(tally, number, step, batch)
+                outcome = _counted(tally, number, step, batch, place)
                 removed_file.add(outcome.removed)
                 edits_file.add(outcome.edits)
                 batch = outcome.kept
-            shards.add(batch)
-    write_json(folder / "tally.json", tally)
+            shards.add(batch, tally)
 
 
-def _counted(tally: Tally, number: int, step: DocumentStep, batch: pa.RecordBatch) -> Outcome:
+def _counted(
+    tally: Tally, number: int, step: DocumentStep, batch: pa.RecordBatch, place: str
+) -> Outcome:
     """The step on those documents that it is about; the others pass."""
     mine, rest = parted(batch, step.sources)
-    begin = time.process_time()
-    outcome = step(mine)
-    cpu_s = time.process_time() - begin
     name = step_name(number, step)
-    count_step(tally, name, mine, outcome.kept, outcome.removed, outcome.edits, cpu_s)
+    outcome = _timed(tally, name, mine, step, place)
+    count_step(tally, name, mine, outcome.kept, outcome.removed, outcome.edits)
     return Outcome(merged(outcome.kept, rest), outcome.removed, outcome.edits)
+
+
+def _timed(
+    tally: Tally,
+    name: str,
+    batch: pa.RecordBatch,
+    call: Callable[[pa.RecordBatch], Result],
+    place: str,
+) -> Result:
+    begin = time.process_time()
+    try:
+        return call(batch)
+    except (StepwellError, OSError):
+        raise
+    except Exception as error:
+        raise _fault(f"step {name}", f"{culprit(batch, call)} of {place}", error) from error
+    finally:
+        count_cpu(tally, name, time.process_time() - begin)
+
+
+def culprit(batch: pa.RecordBatch, call: Callable[[pa.RecordBatch], Any]) -> str:
+    """The document that a step fails on, found by halving; all of them where no half fails."""
+    while batch.num_rows > 1:
+        half = batch.num_rows // 2
+        halves = (batch.slice(0, half), batch.slice(half))
+        failing = next((part for part in halves if _fails(call, part)), None)
+        if failing is None:
+            return f"{batch.num_rows} documents together, the first {_first_name(batch)},"
+        batch = failing
+    return f"document {_first_name(batch)}" if batch.num_rows else "no documents"
+
+
+def _fails(call: Callable[[pa.RecordBatch], Any], batch: pa.RecordBatch) -> bool:
+    try:
+        call(batch)
+    except Exception:  # noqa: BLE001  whatever the step raised before
+        return True
+    return False
+
+
+def _first_name(batch: pa.RecordBatch) -> str:
+    return name_of(batch["source"][0].as_py(), batch["id"][0].as_py())
+
+
+def _fault(what: str, where: str, error: Exception) -> StepwellError:
+    at = list(traceback.extract_tb(error.__traceback__))[-1]
+    return StepwellError(
+        f"{what} failed on {where}: {type(error).__name__}: {error} "
+        f"({Path(at.filename).name}:{at.lineno}); what was finished is kept"
+    )
+
+
+def _place(read: Read) -> str:
+    first, *others = read.pieces
+    return f"{first.path}{f' and {len(others)} more' if others else ''}"
 
 
 def parted(batch: pa.RecordBatch, sources: Sequence[str]) -> tuple[pa.RecordBatch, pa.RecordBatch]:
@@ -228,9 +327,10 @@ def merged(kept: pa.RecordBatch, rest: pa.RecordBatch) -> pa.RecordBatch:
 class _Shards:
     """Files of documents of up to `limit` bytes of text, with their sketches."""
 
-    def __init__(self, folder: Path, after: tuple[int, GlobalStep] | None, limit: int):
-        self._folder, self._limit = folder, limit
+    def __init__(self, folder: Path, after: tuple[int, GlobalStep] | None, limit: int, place: str):
+        self._folder, self._limit, self._place = folder, limit, place
         self._step = after[1] if after is not None else None
+        self._name = f"{step_name(*after)}: sketch" if after is not None else ""
         self._number, self._size = 0, 0
         self._files: dict[str, pa.RecordBatchFileWriter] = {}
 
@@ -240,14 +340,14 @@ class _Shards:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def add(self, batch: pa.RecordBatch) -> None:
+    def add(self, batch: pa.RecordBatch, tally: Tally) -> None:
         if not batch.num_rows:
             return
         if self._step is None:
             self._write("documents", batch)
         else:
             mine, rest = parted(batch, self._step.sources)
-            columns = self._step.sketch(mine)
+            columns = _timed(tally, self._name, mine, self._step.sketch, self._place)
             sketch = {"key": mine["key"], **{k: _array(v) for k, v in columns.items()}}
             self._write("documents", mine)
             self._write("sketch", pa.RecordBatch.from_pydict(sketch))
@@ -294,33 +394,5 @@ class _Rows:
         self._writer.write_batch(batch)
 
 
-class _whole:
-    """A folder that gets its name when the block has ended well. Another process may have been
-    faster: its output is the same."""
-
-    def __init__(self, target: Path):
-        self._target = target
-        self._temporary = target.with_name(f".{target.name}.tmp{os.getpid()}")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._temporary, ignore_errors=True)
-        self._temporary.mkdir(parents=True)
-        return self._temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            try:
-                os.rename(self._temporary, self._target)
-                return
-            except OSError:
-                if not self._target.exists():
-                    raise
-        shutil.rmtree(self._temporary, ignore_errors=True)
-
-
 def _array(values: np.ndarray | pa.Array) -> pa.Array:
     return values if isinstance(values, pa.Array) else pa.array(values)
-
-
-def _beside(documents: Path, name: str) -> Path:
-    return documents.with_name(documents.name.replace("documents", name))

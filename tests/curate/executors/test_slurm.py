@@ -50,7 +50,8 @@ def test_arrays_and_decisions_in_turn_give_the_same_result(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     jobs = (tmp_path / "jobs").read_text().splitlines()
-    assert jobs == ["stage-00.sh 2", "decide-00.sh 1", "stage-01.sh 2", "finish.sh 1"]
+    stages = ["stage-00.sh 2", "decide-00.sh 1", "stage-01.sh 2", "stage-02.sh 2"]
+    assert jobs == [*stages, "finish.sh 1"]
     assert corpus.result(out) == corpus.result(tmp_path / "local")
 
 
@@ -58,7 +59,7 @@ def test_scripts_pass_shellcheck(tmp_path):
     corpus.write(tmp_path / "raw")
     write_scripts(Recipe.parse(corpus.recipe(tmp_path / "raw")), tmp_path / "out", 3)
     scripts = sorted(map(str, (tmp_path / "out" / ".work" / "slurm").glob("*.sh")))
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     checker = os.path.join(os.path.dirname(sys.executable), "shellcheck")
     done = subprocess.run([checker, *scripts], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

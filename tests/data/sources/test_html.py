@@ -37,6 +37,20 @@ def test_extraction_is_the_same_every_time():
     assert len(texts) == 1
 
 
+def test_white_space_is_as_browsers_show_it():
+    wrapped = TEXT.replace(", and", ",\n\t\t and").replace("rain  came", "rain came")
+    code = "<pre>def f():\n    return  1</pre>"
+    page = PAGE.replace(TEXT, f"\n\t\t{wrapped}\n\t\t").replace("</article>", f"{code}</article>")
+    doc = page_document("a", "web", page)
+    assert isinstance(doc, Document)
+    assert doc.text.count(TEXT) == 6
+    assert "\t" not in doc.text
+    lines = doc.text.split("\n")
+    assert lines == [line.rstrip() for line in lines]
+    assert [line for line in lines if line.startswith(" ")] == ["    return  1"]
+    assert "def f():\n    return  1" in doc.text
+
+
 def nested(depth: int) -> str:
     """A page of this depth, with html and body."""
     return f"<html><body>{'<div>' * (depth - 3)}{MAIN}{'</div>' * (depth - 3)}</body></html>"

@@ -1,5 +1,5 @@
 """Job arrays of Slurm over the same plan: an array for each stage, then a job that decides, and at
-the end one that writes the result. Each waits for the one before; `submit.sh` queues them all.
+the end one that puts the result together. Each waits for the one before; `submit.sh` queues all.
 
 How many tasks a stage has is known only when the one before has ended, so element i of n does every
 task whose number is i modulo n.
@@ -16,7 +16,7 @@ from pathlib import Path
 from stepwell.curate.plan import Plan, make_plan, write_plan
 from stepwell.curate.recipe import Recipe
 from stepwell.curate.run import WORK, check_folder
-from stepwell.curate.tasks import decide, num_tasks, run_task
+from stepwell.curate.tasks import decide, has_decision, num_tasks, run_task
 from stepwell.types import ConfigError
 
 FOLDER, SUBMIT = "slurm", "submit.sh"
@@ -56,13 +56,13 @@ def scripts(plan: Plan, out: Path, elements: int) -> dict[str, str]:
     work = out / WORK
     lines = ["#!/bin/bash", "set -euo pipefail", f"cd {shlex.quote(str(work / FOLDER))}", "after="]
     files: dict[str, str] = {}
-    for stage in plan.stages:
-        name = f"stage-{stage.number:02d}.sh"
-        files[name] = _script(work, stage.number, share=True)
+    for stage in range(len(plan.stages) + 1):
+        name = f"stage-{stage:02d}.sh"
+        files[name] = _script(work, stage, share=True)
         lines.append(_queue(name, f"--array=0-{elements - 1} "))
-        if stage.after is not None:
-            name = f"decide-{stage.number:02d}.sh"
-            files[name] = _script(work, stage.number, share=False)
+        if stage < len(plan.stages) and has_decision(plan, stage):
+            name = f"decide-{stage:02d}.sh"
+            files[name] = _script(work, stage, share=False)
             lines.append(_queue(name))
     recipe = work / FOLDER / "recipe.toml"
     words = [sys.executable, "-m", "stepwell", "curate", str(recipe), "--out", str(out)]

@@ -29,6 +29,17 @@ DECLARED = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([a-zA-Z0-9_:.
 LONG_TAG = re.compile(rf"<[a-zA-Z!/?][^<>]{{{MAX_TAG_BYTES},}}(?:>|\Z)")
 # Not allowed in XML, and so not by lxml.
 CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+SPACES = re.compile("[ \t\n\r\f]+")
+# Texts whose white space is more than single blanks, but for those where it counts.
+SPACED = (
+    "//text()[(contains(., '\n') or contains(., '\t') or contains(., '  '))"
+    " and not(ancestor::pre or ancestor::textarea)]"
+)
+BLOCKS = (
+    "p", "div", "section", "article", "main", "header", "footer", "aside", "blockquote", "li", "dt",
+    "dd", "td", "th", "caption", "figcaption", "h1", "h2", "h3", "h4", "h5", "h6", "summary",
+    "details", "body",
+)  # fmt: skip
 META = {
     "title": ("//meta[@property='og:title']/@content", "//title//text()"),
     "url": ("//link[@rel='canonical']/@href", "//meta[@property='og:url']/@content"),
@@ -79,8 +90,8 @@ def page_document(
         main = trafilatura.bare_extraction(tree, favor_precision=True, include_comments=False)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         return Dropped(doc_id, source, "html_no_text", f"extraction failed: {error!r}"[:300])
-    text = getattr(main, "text", None)
-    if not text or not text.strip():
+    text = "\n".join(line.rstrip() for line in (getattr(main, "text", None) or "").split("\n"))
+    if not text.strip():
         return Dropped(doc_id, source, "html_no_text", "the page has no main text")
     return checked(doc_id, text, source, {**found, **(meta or {})})
 
@@ -107,8 +118,10 @@ def decode_page(content: bytes, charset: str | None = None) -> str:
 
 
 def parse_page(page: str) -> HtmlElement | None:
-    """The page as a tree, without what would hold up the extraction: tags above MAX_TAG_BYTES
-    and attributes above MAX_ATTRIBUTE_BYTES (pictures written into the page, mostly)."""
+    """The page as a tree, its white space as browsers show it (CSS Text 3, 4.1.1: the lines and
+    indents of the markup are none of the text's), and without what would hold up the extraction:
+    tags above MAX_TAG_BYTES and attributes above MAX_ATTRIBUTE_BYTES (pictures written into the
+    page, mostly)."""
     import lxml.etree as etree
     from lxml import html
 
@@ -126,6 +139,12 @@ def parse_page(page: str) -> HtmlElement | None:
         for name, value in element.attrib.items():
             if len(value) > MAX_ATTRIBUTE_BYTES:
                 del element.attrib[name]
+    for text in tree.xpath(SPACED):
+        parent, shown = text.getparent(), SPACES.sub(" ", text)
+        if text.is_text:
+            parent.text = shown.lstrip(" ") if parent.tag in BLOCKS else shown
+        else:
+            parent.tail = shown
     return tree
 
 

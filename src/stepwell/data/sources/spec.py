@@ -19,7 +19,8 @@ class SourceSpec(Section):
     stdlib-code and stdlib-prose for Python's own library. kind: how files are read; auto goes by
     their suffix. text_column, id_column: of rows. split: of a Hugging Face folder: the one to read,
     or "all". encoding: of text and code that is neither UTF-8 nor starts with a byte order mark.
-    max_docs: documents to read, in reading order; none: all.
+    max_docs: documents to read, in reading order; none: all. about, licence: what the source is,
+    and on which terms; a datasheet shows them.
 
     max_document_bytes: a line, record, page or file above it is dropped, and never held whole.
     max_compression_ratio: a file that unpacks to more than this many times its size (and to more
@@ -34,6 +35,8 @@ class SourceSpec(Section):
     split: str | None = None
     encoding: str | None = None
     max_docs: Positive | None = None
+    about: str | None = None
+    licence: str | None = None
     max_document_bytes: Positive = 64 * MIB
     max_compression_ratio: Positive = 250
 
