@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.data.quality import lines as module
-from stepwell.data.quality.lines import SPACES, groups, split_lines
+from stepwell.data.quality.lines import SPACES, groups, num_true_before, split_lines
 
 # Every break and blank of Python's, characters of one to four bytes, and near relatives of both.
 SIGNS = (
@@ -65,10 +65,15 @@ def test_universal_lines_are_those_of_str_splitlines(texts):
 @given(TEXTS)
 def test_words_are_those_of_str_split(texts):
     lines = split_lines(column(texts))
-    all_D = np.ones(len(texts), bool)
-    assert lines.num_words(all_D).tolist() == [len(text.split()) for text in texts]
-    all_D[0] = False
-    assert lines.num_words(all_D)[0] == 0
+    assert lines.num_words().tolist() == [len(text.split()) for text in texts]
+
+
+@given(st.lists(st.booleans(), max_size=40))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_counting_in_eights(values):
+    places = np.arange(len(values) + 1)
+    counted = num_true_before(np.array(values, bool), places).tolist()
+    assert counted == [sum(values[:place]) for place in places]
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)

@@ -59,7 +59,7 @@ def group_verdicts(lines: Lines, limits: FineWeb) -> list[Verdict]:
     )  # fmt: skip
     repeats_L = lines.repeats(is_line_L & np.repeat(passes, np.diff(lines.first_D1)))
     duplicate = share(lines.per_text(chars_L * repeats_L), lines.per_text(chars_L))
-    newlines = share(lines.num_newlines, lines.num_words(passes))
+    newlines = share(lines.num_newlines, lines.num_words())
     rules = [
         Rule("fineweb_unpunctuated_lines", punctuated, "<", limits.min_punctuated_lines),
         Rule("fineweb_short_lines", short, ">", limits.max_short_lines),

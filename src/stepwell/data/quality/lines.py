@@ -43,7 +43,8 @@ class Lines:
     bytes_B: the texts, each with a line feed behind it, and then PADDING. start_L, stop_L: where
     each line lies, without its line break. first_D1: the number of each text's first line, and L;
     each text has a line, and an empty last one if it ends in a break. start_D, stop_D: where each
-    text lies. marks_N: where the bytes below 32 are, and those that begin a character beyond ASCII.
+    text lies. marks_N: where the bytes below 32 are, and those that begin a character beyond ASCII;
+    kinds_N: these bytes.
     """
 
     bytes_B: np.ndarray
@@ -53,6 +54,7 @@ class Lines:
     start_D: np.ndarray
     stop_D: np.ndarray
     marks_N: np.ndarray
+    kinds_N: np.ndarray
 
     @property
     def lengths(self) -> np.ndarray:
@@ -74,7 +76,7 @@ class Lines:
 
     def marks(self, table: np.ndarray) -> np.ndarray:
         """Of marks_N those whose byte the table (byte_table) has."""
-        return self.marks_N[table[self.bytes_B[self.marks_N]]]
+        return self.marks_N[table[self.kinds_N]]
 
     @property
     def next_starts(self) -> np.ndarray:
@@ -159,19 +161,13 @@ class Lines:
             hashes = (hashes ^ (hashes >> 29) ^ (eight[place] << push)) * FACTOR
         return hashes
 
-    def num_words(self, of_D: np.ndarray) -> np.ndarray:
-        """Of each text that of_D holds for, else 0; a word is what white space separates
-        (`str.split`)."""
-        spaces = self._spaces()
-        begins = ~spaces
-        begins[1:] &= spaces[:-1]
-        words_D = np.zeros(len(of_D), np.int64)
-        for i, start, stop in zip(
-            np.flatnonzero(of_D).tolist(), self.start_D[of_D].tolist(), self.stop_D[of_D].tolist(),
-            strict=True,
-        ):  # fmt: skip
-            words_D[i] = np.count_nonzero(begins[start:stop])
-        return words_D
+    def num_words(self) -> np.ndarray:
+        """Of each text; a word is what white space separates (`str.split`)."""
+        spaces_B = self._spaces()
+        begins_B = ~spaces_B
+        begins_B[1:] &= spaces_B[:-1]
+        before = num_true_before(begins_B, np.concatenate([self.start_D, self.stop_D]))
+        return np.diff(before.reshape(2, -1), axis=0)[0]
 
     def _spaces(self) -> np.ndarray:
         """Whether each byte is one of a white-space character, as str.isspace says."""
@@ -193,16 +189,17 @@ def split_lines(column: pa.Array, universal: bool = False) -> Lines:
     bytes_B = np.frombuffer(b"\n".join([*texts, PADDING]), np.uint8)
     # Below 32 (which wraps around) or from 192 on: one search for all that is sought.
     marks_N = np.flatnonzero(bytes_B[: -len(PADDING)] - np.uint8(32) >= 192 - 32)
+    kinds_N = bytes_B[marks_N]
     if universal:
         stop_L, size_L = breaks_among(marks_N, bytes_B)
     else:
-        stop_L, size_L = marks_N[bytes_B[marks_N] == ord("\n")], 1
+        stop_L, size_L = marks_N[kinds_N == ord("\n")], 1
     start_L = np.zeros_like(stop_L)
     start_L[1:] = (stop_L + size_L)[:-1]
     stop_D = np.cumsum(np.diff(offset_D1) + 1) - 1
     start_D = stop_D - np.diff(offset_D1)
     first_D1 = np.append(np.searchsorted(start_L, start_D), len(start_L))
-    return Lines(bytes_B, start_L, stop_L, first_D1, start_D, stop_D, marks_N)
+    return Lines(bytes_B, start_L, stop_L, first_D1, start_D, stop_D, marks_N, kinds_N)
 
 
 def breaks_among(places: np.ndarray, bytes_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -236,14 +233,21 @@ def groups(column: pa.Array) -> Iterator[pa.Array]:
         begin = stop
 
 
+def num_true_before(mask: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """How many are true before each place, counted in eights."""
+    eights = np.append(mask, np.zeros(8 - len(mask) % 8, bool)).view(np.uint64)
+    before = np.append(0, np.cumsum(np.bitwise_count(eights), dtype=np.int64))
+    number, rest = places >> 3, (places & 7).astype(np.uint64)
+    below = eights[number] & ((np.uint64(1) << (rest * 8)) - np.uint64(1))
+    return before[number] + np.bitwise_count(below)
+
+
 def decode_at(bytes_B: np.ndarray, places: np.ndarray) -> np.ndarray:
     """The code points of the characters that begin at these places, which are none of ASCII's."""
-    first = bytes_B[places].astype(np.uint32)
-    codes = ((first & 0x1F) << 6) | (bytes_B[places + 1] & 0x3F)
-    for lead, size, bits in ((0xE0, 3, 0x0F), (0xF0, 4, 0x07)):
-        longer = np.flatnonzero(first >= lead)
-        found = first[longer] & bits
-        for i in range(1, size):
-            found = (found << 6) | (bytes_B[places[longer] + i] & 0x3F)
-        codes[longer] = found
+    first, second = bytes_B[places].astype(np.uint32), bytes_B[places + 1] & np.uint8(0x3F)
+    codes = ((first & 0x1F) << 6) | second
+    longer = np.flatnonzero(first >= 0xE0)
+    codes[longer] = (codes[longer] << 6) & 0xFFFF | (bytes_B[places[longer] + 2] & 0x3F)
+    longer = longer[first[longer] >= 0xF0]
+    codes[longer] = (codes[longer] << 6) & 0x1FFFFF | (bytes_B[places[longer] + 3] & 0x3F)
     return codes
