@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -213,7 +214,6 @@ def shown(progress: Iterator[Progress]) -> None:
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
-        TransferSpeedColumn,
     )
     from rich.progress import Progress as Bars
 
@@ -225,21 +225,28 @@ def shown(progress: Iterator[Progress]) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.fields[tasks]}"),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[tasks]} {task.fields[rate]}"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=console) as bars:
-        rows: dict[str, Any] = {}
+    # A task may take minutes, and the time left goes by those that ended within this period.
+    with Bars(*columns, console=console, speed_estimate_period=600) as bars:
+        rows: dict[str, tuple[Any, float, int]] = {}
         width = shutil.get_terminal_size().columns // 3
         for step in progress:
             done, total = step.done_bytes, step.total_bytes
             if not total:
                 done, total = step.done, step.total
             if step.part not in rows:
-                rows[step.part] = bars.add_task(step.part[:width], total=total, tasks="")
-            bars.update(rows[step.part], completed=done, tasks=f"{step.done}/{step.total}")
+                row = bars.add_task(step.part[:width], total=total, tasks="", rate="")
+                rows[step.part] = (row, time.monotonic(), step.done_bytes)
+            row, begin, first = rows[step.part]
+            rate = rate_text(step.done_bytes - first, time.monotonic() - begin)
+            bars.update(row, completed=done, tasks=f"{step.done}/{step.total}", rate=rate)
+
+
+def rate_text(num_bytes: int, seconds: float) -> str:
+    return f"{num_bytes / 1e6 / max(seconds, 1e-9):,.1f} MB/s" if num_bytes else ""
 
 
 def report_text(values: dict[str, Any], out: Path) -> str:

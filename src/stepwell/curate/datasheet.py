@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from stepwell.curate.tally import value_counts
 from stepwell.data.batches import SCHEMA, text_bytes
+from stepwell.data.decontam.step import LABEL as LEAKS
 from stepwell.data.store import TokenStore
 
 NUM_BINS, NUM_VALUES = 20, 25
@@ -71,6 +72,7 @@ def render(curation: Mapping[str, Any], labels: Sequence[Mapping[str, Any]], out
         size=size_text,
         share=share_text,
         count="{:,}".format,
+        edge=edge_text,
     )
 
 
@@ -166,23 +168,24 @@ def cpu_table(tally: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def label_tables(batches: Iterable[pa.RecordBatch]) -> list[dict[str, Any]]:
-    """The distribution of the kept documents over each label, and over their length in bytes. Holds
-    four bytes a document and numeric label."""
+    """The distribution of the kept documents over each label, and over their length in bytes; of
+    whole numbers in their own order. Holds four bytes a document and label of real numbers."""
     lengths: list[np.ndarray] = []
     numbers: dict[str, list[np.ndarray]] = {}
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[Any]] = {}
     known: Counter[str] = Counter()
     for batch in batches:
         lengths.append(text_bytes(batch).to_numpy(zero_copy_only=False).astype(np.uint32))
         for name in batch.schema.names[len(SCHEMA) :]:
+            if name == LEAKS:
+                continue
             column = batch[name].drop_null()
             known[name] += len(column)
             if pa.types.is_floating(column.type):
                 values = column.to_numpy(zero_copy_only=False).astype(np.float32)
                 numbers.setdefault(name, []).append(values)
             else:
-                found = {str(key): count for key, count in value_counts(column).items()}
-                counts.setdefault(name, Counter()).update(found)
+                counts.setdefault(name, Counter()).update(value_counts(column))
     num_docs = sum(map(len, lengths))
     sizes = np.concatenate([np.empty(0, np.uint32), *lengths])
     tables = [{"name": "bytes of a document", "missing": 0, **histogram(sizes, log=True)}]
@@ -196,8 +199,10 @@ def label_tables(batches: Iterable[pa.RecordBatch]) -> list[dict[str, Any]]:
     return tables
 
 
-def most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    rows = by_number(counts)
+def most_common(counts: Mapping[Any, int]) -> list[tuple[str, int]]:
+    if all(isinstance(key, int) for key in counts) and len(counts) <= NUM_VALUES:
+        return [(str(key), counts[key]) for key in sorted(counts)]
+    rows = by_number({str(key): number for key, number in counts.items()})
     rest = sum(count for _, count in rows[NUM_VALUES:])
     return [*rows[:NUM_VALUES], *([("others", rest)] if rest else [])]
 

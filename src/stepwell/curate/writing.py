@@ -116,8 +116,9 @@ def write_tokens(spec: StoreSpec, path: Path, decision: Path, folder: Path) -> N
 
 def portions(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Slices of about ENCODE_BYTES of text."""
-    ends = np.cumsum(text_bytes(batch).to_numpy(zero_copy_only=False))
-    borders = np.unique(np.searchsorted(ends, np.arange(0, ends[-1], ENCODE_BYTES), "right"))
+    sizes = text_bytes(batch).to_numpy(zero_copy_only=False)
+    numbers = (np.cumsum(sizes) - sizes) // ENCODE_BYTES
+    borders = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
     for start, stop in zip(borders, [*borders[1:], batch.num_rows], strict=True):
         yield batch.slice(start, stop - start)
 
