@@ -164,7 +164,9 @@ def test_min_characters_counts_what_is_visible():
     visible = len(text.replace(" ", ""))
     assert identify([text], min_characters=visible)[0] is not None
     assert identify([text], min_characters=visible + 1)[0] is None
-    assert identify([text + " " * 99], min_characters=visible + 1)[0] is None
+    for wide in (text + " " * 999, " " * 999 + text):
+        assert identify([wide], min_characters=visible)[0] is not None
+        assert identify([wide], min_characters=visible + 1)[0] is None
 
 
 def test_only_max_characters_are_read():

@@ -114,13 +114,21 @@ def identify(
     Raises ConfigError for a model that isn't there, DataError for a file that is none.
     """
     predictor = load_model(model)
-    long_enough = [i for i, text in enumerate(texts) if _num_visible(text) >= min_characters]
+    long_enough = [i for i, text in enumerate(texts) if _is_long_enough(text, min_characters)]
     guesses: list[Guess | None] = [None] * len(texts)
     for i, guess in zip(
         long_enough, predictor.predict([texts[i] for i in long_enough]), strict=True
     ):
         guesses[i] = guess
     return guesses
+
+
+def _is_long_enough(text: str, min_characters: int) -> bool:
+    # Most texts show it at once.
+    head = text[: 4 * min_characters]
+    return _num_visible(head) >= min_characters or (
+        len(head) < len(text) and _num_visible(text) >= min_characters
+    )
 
 
 def _num_visible(text: str) -> int:

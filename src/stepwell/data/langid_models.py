@@ -48,6 +48,7 @@ class Predictor(Protocol):
         ...
 
 
+@lru_cache(maxsize=4096)
 def iso_code(label: str) -> str:
     """A model's label as an ISO 639-1 code where there is one, else 639-3: `__label__eng_Latn`,
     `eng` and `en` are all `en`. A dialect that has a code of its own keeps it (`arz`, `yue`)."""

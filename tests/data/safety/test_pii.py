@@ -137,7 +137,7 @@ def test_source_code_holds_addresses_of_authors_and_little_else():
     texts = [d.text for d in islice(stdlib_code(), 200) if isinstance(d, Document)]
     counts = Counter(kind for text in texts for kind, _ in found(text))
     assert counts.pop("email") > 5
-    # Two examples of addresses, two numbers of sections of the HTML standard.
+    # Examples of addresses, a version of AIX's filesets, a section of the HTML standard.
     assert counts.total() <= 5
 
 
