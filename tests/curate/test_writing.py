@@ -58,6 +58,7 @@ def test_a_tokenizer_is_trained_on_so_many_bytes_of_what_is_not_held_out(shard):
     few = list(training_texts(some, [shard]))
     assert set(few) < set(every)
     assert 0.1 < sum(map(len, few)) / size < 0.35
+    assert list(training_texts(StoreSpec(vocab_size=300, tokenizer_bytes=1), [shard])) == []
     all_bytes = StoreSpec(vocab_size=300, tokenizer_bytes=10**9)
     assert len(list(training_texts(all_bytes, [shard]))) == 200
 

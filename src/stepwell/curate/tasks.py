@@ -112,25 +112,32 @@ def decide(work: Path, stage: int) -> None:
     plan = read_plan(work)
     if folder.exists() or not has_decision(plan, stage):
         return
-    after = plan.stages[stage].after
+    name = decision_name(plan, stage)
     begin = time.process_time()
     tally = new_tally()
     with whole(folder) as temporary:
-        if after is None:
-            assert plan.recipe.store is not None
-            prepare(plan.recipe.store, shards_of(work, stage), temporary)
-            name = "tokenizer"
-        else:
-            shards = [Shard(path, beside(path, "sketch")) for path in shards_of(work, stage)]
-            name = f"{step_name(*after)}: decide"
-            try:
-                after[1].decide(shards, temporary)
-            except (StepwellError, OSError):
-                raise
-            except Exception as error:
-                raise _fault(f"step {name}", "all documents", error) from error
+        try:
+            _decide(plan, work, stage, temporary)
+        except (StepwellError, OSError):
+            raise
+        except Exception as error:
+            raise _fault(name, "all documents", error) from error
         count_cpu(tally, name, time.process_time() - begin)
         write_json(temporary / TALLY, tally)
+
+
+def decision_name(plan: Plan, stage: int) -> str:
+    after = plan.stages[stage].after
+    return "tokenizer" if after is None else f"{step_name(*after)}: decide"
+
+
+def _decide(plan: Plan, work: Path, stage: int, folder: Path) -> None:
+    after = plan.stages[stage].after
+    shards = shards_of(work, stage)
+    if after is not None:
+        after[1].decide([Shard(path, beside(path, "sketch")) for path in shards], folder)
+    elif plan.recipe.store is not None:
+        prepare(plan.recipe.store, shards, folder)
 
 
 def _read(plan: Plan, read: Read, number: int, tally: Tally) -> Iterator[Begun]:

@@ -57,9 +57,7 @@ def training_texts(spec: StoreSpec, shards: Sequence[Path]) -> Iterator[str]:
         for batch in read_batches(path):
             held = chosen_rows(batch, spec.heldout)
             taken = chosen_rows(batch, share, "tokenizer") if share < 1 else [True] * len(held)
-            rows = [
-                i for i, (no, yes) in enumerate(zip(held, taken, strict=True)) if yes and not no
-            ]
+            rows = np.flatnonzero(np.array(taken, bool) & ~np.array(held, bool))
             yield from batch["text"].take(pa.array(rows)).to_pylist()
 
 
