@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from contextlib import chdir, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import stepwell
 from stepwell.curate.recipe import Recipe
-from stepwell.data.sources.pieces import plan_source
+from stepwell.data.sources.opening import FileFault, open_plain
+from stepwell.data.sources.pieces import PYTHON_SOURCES, plan_source
 from stepwell.data.sources.spec import Piece, SourceSpec
 from stepwell.data.steps import DocumentStep, GlobalStep, StepConfig
 from stepwell.types import ConfigError, DataError
@@ -53,13 +57,21 @@ class Read:
 
 @dataclass(frozen=True)
 class Plan:
+    """folder: the working folder of the command, which paths that are not absolute start from."""
+
     recipe: Recipe
     reads: tuple[Read, ...]
     fingerprint: Mapping[str, Any]
+    folder: str
 
     @property
     def stages(self) -> list[Stage]:
         return stages_of(self.recipe.steps)
+
+    @cached_property
+    def inputs(self) -> dict[str, tuple[int, int]]:
+        """path -> (size, time of change), of what is read."""
+        return {path: (size, time) for path, size, time in self.fingerprint["inputs"]}
 
     def source(self, name: str) -> SourceSpec:
         return next(source for source in self.recipe.sources if source.name == name)
@@ -69,6 +81,7 @@ class Plan:
             "recipe": self.recipe.to_dict(),
             "reads": [asdict(read) for read in self.reads],
             "fingerprint": dict(self.fingerprint),
+            "folder": self.folder,
         }
 
 
@@ -77,9 +90,23 @@ def make_plan(recipe: Recipe) -> Plan:
     reads = tuple(
         Read(source.name, tuple(pieces))
         for source in recipe.sources
-        for pieces in bundled(plan_source(source), source.max_docs is not None)
+        for pieces in bundled(
+            [without_right(piece) for piece in plan_source(source)], source.max_docs is not None
+        )
     )
-    return Plan(recipe, reads, fingerprint(recipe, reads))
+    return Plan(recipe, reads, fingerprint(recipe, reads), os.getcwd())
+
+
+def without_right(piece: Piece) -> Piece:
+    """A file that can't be opened now is dropped, with the reason; one that can't be opened later
+    is an error."""
+    if piece.kind in ("dropped", *PYTHON_SOURCES):
+        return piece
+    try:
+        open_plain(piece.path).close()
+    except FileFault as fault:
+        return replace(piece, kind="dropped", reason=fault.reason, detail=fault.detail)
+    return piece
 
 
 def bundled(pieces: Sequence[Piece], in_one: bool) -> Iterator[list[Piece]]:
@@ -185,7 +212,41 @@ def _read_plan(path: Path, _mtime_ns: int) -> Plan:
         Read(read["source"], tuple(Piece(**piece) for piece in read["pieces"]))
         for read in values["reads"]
     )
-    return Plan(Recipe.parse(values["recipe"]), reads, values["fingerprint"])
+    recipe = Recipe.parse(values["recipe"])
+    return Plan(recipe, reads, values["fingerprint"], values["folder"])
+
+
+@contextmanager
+def in_folder(plan: Plan) -> Iterator[None]:
+    """The block works where the command was given. Raises DataError on a machine without it."""
+    if os.getcwd() == plan.folder:
+        yield
+        return
+    if not Path(plan.folder).is_dir():
+        raise DataError(
+            f"the machine {socket.gethostname()} does not see {plan.folder}, where the curation "
+            "was started and its paths begin; all machines must see the same files"
+        )
+    with chdir(plan.folder):
+        yield
+
+
+def check_input(plan: Plan, path: str) -> None:
+    """Raises DataError unless the file is there as it was when the plan was made."""
+    expected = plan.inputs.get(path)
+    try:
+        open_plain(path).close()
+        about = os.stat(path)
+    except (OSError, FileFault) as error:
+        raise DataError(
+            f"{path} was there when the curation began, and {socket.gethostname()} cannot open it "
+            f"now: {error}; the same command goes on once it is back"
+        ) from error
+    if expected is not None and expected != (about.st_size, about.st_mtime_ns):
+        raise DataError(
+            f"{path} changed while it was being curated; put it back as it was to go on, or add "
+            "--fresh to begin anew"
+        )
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -8,19 +8,23 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepwell.curate.checks import check_recipe
 from stepwell.curate.folders import decision_folder, is_done, shards_of, stage_folder
 from stepwell.curate.outputs import publish
 from stepwell.curate.plan import Plan, differences, read_json, write_json, write_plan
 from stepwell.curate.tally import add_tallies
 from stepwell.curate.tasks import TALLY, decide, has_decision, step_name, task_bytes
+from stepwell.curate.writing import DOCUMENTS
 from stepwell.train.lock import LOCK, folder_lock
 from stepwell.types import ConfigError, DataError, StepwellError
 
@@ -57,9 +61,9 @@ def curate(
     else or another curation, DataError when no document is left, and what a step raises; what was
     finished by then is kept.
     """
-    check_folder(plan, out, fresh)
-    if (out / CURATION).exists() and not fresh:
+    if is_finished(plan, out, fresh):
         return
+    check_recipe(plan.recipe)
     work = out / WORK
     with _locked(out):
         if fresh:
@@ -73,9 +77,41 @@ def curate(
         yield Progress("publishing", 0, 1)
         counts = summary(plan, work)
         publish(plan, work, out, counts)
+        counts["files"] = result_files(plan, out)
         write_json(out / CURATION, counts)
         shutil.rmtree(work)
         yield Progress("publishing", 1, 1)
+
+
+def is_finished(plan: Plan, out: Path, fresh: bool = False) -> bool:
+    """Whether `out` holds the result already, in whole. Raises as `check_folder`, and DataError
+    where files of the result are gone or changed."""
+    check_folder(plan, out, fresh)
+    if fresh or not (out / CURATION).exists():
+        return False
+    files = read_json(out / CURATION).get("files", {})
+    wrong = [path for path, size in files.items() if not _has_size(out / path, size)]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise DataError(
+            f"{out} is no longer the curation that was finished: {', '.join(wrong[:3])}{more} "
+            f"{'is' if len(wrong) == 1 else 'are'} gone or changed; add --fresh to make it anew"
+        )
+    return True
+
+
+def result_files(plan: Plan, out: Path) -> dict[str, int]:
+    """path (from `out` on, or absolute) -> size, of everything that the curation wrote."""
+    parts = [p for p in sorted(out.iterdir()) if p.name not in (WORK, LOCK)]
+    paths = [p for part in parts for p in (part, *sorted(part.rglob("*"))) if p.is_file()]
+    files = {p.relative_to(out).as_posix(): p.stat().st_size for p in paths}
+    saved = [Path(s.save_index) for s in plan.recipe.steps if getattr(s, "save_index", None)]
+    others = [p.absolute() for folder in saved for p in sorted(folder.rglob("*")) if p.is_file()]
+    return files | {str(p): p.stat().st_size for p in others}
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
 
 
 def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
@@ -84,6 +120,7 @@ def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
     blocked = next((p for p in (out, *out.parents) if p.exists() and not p.is_dir()), None)
     if blocked is not None:
         raise DataError(f"cannot write {out}: {blocked} is a file; choose another name")
+    check_apart(plan, out)
     if not out.exists():
         return
     ours = (out / CURATION, out / WORK)
@@ -97,6 +134,43 @@ def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
                 f"{out} holds a finished curation of something else:\n{shown}\nchoose another "
                 "folder, or add --fresh to make it anew"
             )
+
+
+def check_apart(plan: Plan, out: Path) -> None:
+    """Raises ConfigError where inputs and output lie in each other: the next run would read what
+    this one wrote, or --fresh remove what is read."""
+    target = out.resolve()
+    for source in plan.recipe.sources:
+        for place in source.paths:
+            if reads_from(place, target):
+                raise ConfigError(
+                    f"{out} lies in {place}, which source {source.name!r} reads: the next run "
+                    "would read this one's output; choose a folder outside"
+                )
+    for read in plan.reads if out.exists() else ():
+        for folder in {os.path.dirname(piece.path) for piece in read.pieces}:
+            path = Path(folder).resolve()
+            if target in (path, *path.parents):
+                raise ConfigError(
+                    f"source {read.source!r} reads {folder}, which lies in the output {out}; "
+                    "choose another folder for one of them"
+                )
+
+
+def reads_from(place: str, out: Path) -> bool:
+    """Whether a path of a source (a folder or a glob) would take in what is written to `out`."""
+    path = Path(os.path.abspath(place))
+    fixed = next(p for p in (path, *path.parents) if not glob.has_magic(str(p)))
+    if fixed == path or path.is_dir():
+        return path.is_dir() and path.resolve() in (out, *out.parents)
+    if "**" in path.parts:
+        return fixed.resolve() in (out, *out.parents)
+    pattern = (*fixed.resolve().parts, *path.parts[len(fixed.parts) :])
+    written = out / DOCUMENTS / "part-00000.parquet"
+    candidates = (written, written.with_suffix(".jsonl"), *written.parents)
+    return any(
+        len(c.parts) == len(pattern) and all(map(fnmatch, c.parts, pattern)) for c in candidates
+    )
 
 
 def remove_results(out: Path) -> None:

@@ -29,7 +29,15 @@ from stepwell.curate.folders import (
     task_folder,
     whole,
 )
-from stepwell.curate.plan import Plan, Read, Stage, read_plan, write_json
+from stepwell.curate.plan import (
+    Plan,
+    Read,
+    Stage,
+    check_input,
+    in_folder,
+    read_plan,
+    write_json,
+)
 from stepwell.curate.tally import Tally, count_cpu, count_read, count_step, new_tally
 from stepwell.curate.writing import prepare, write_shard
 from stepwell.data.batches import (
@@ -43,10 +51,10 @@ from stepwell.data.batches import (
     text_bytes,
     to_batch,
 )
-from stepwell.data.sources.pieces import read_piece
+from stepwell.data.sources.pieces import PYTHON_SOURCES, read_piece
 from stepwell.data.sources.spec import Piece, SourceSpec
 from stepwell.data.steps import DocumentStep, GlobalStep, Shard, StepConfig, read_batches
-from stepwell.types import Document, Dropped, StepwellError
+from stepwell.types import DataError, Document, Dropped, StepwellError
 
 BATCH_DOCS = 1024
 # A read has fewer documents than this; it leaves 2**32 reads.
@@ -78,11 +86,12 @@ def run_task(work: Path, stage: int, number: int) -> None:
 
     Raises StepwellError that names the step, the document and the file for a step that fails.
     """
+    work = work.absolute()
     if is_done(work, stage, number):
         return
     begin = time.process_time()
     plan = read_plan(work)
-    with whole(task_folder(work, stage, number)) as folder:
+    with in_folder(plan), whole(task_folder(work, stage, number)) as folder:
         tally = new_tally()
         if stage == len(plan.stages):
             write_shard(plan, work, shards_of(work, stage - 1)[number], folder, tally)
@@ -107,15 +116,25 @@ def has_decision(plan: Plan, stage: int) -> bool:
 
 
 def decide(work: Path, stage: int) -> None:
-    """Decides about all documents after a stage. Does nothing if it is done."""
+    """Decides about all documents after a stage. Does nothing if it is done. Raises DataError where
+    the stage isn't done or left nothing."""
+    work = work.absolute()
     folder = decision_folder(work, stage)
     plan = read_plan(work)
     if folder.exists() or not has_decision(plan, stage):
         return
+    missing = [n for n in range(num_tasks(plan, work, stage)) if not is_done(work, stage, n)]
+    if missing:
+        raise DataError(
+            f"stage {stage} of {work.parent} is not done: {len(missing)} of its tasks are missing, "
+            f"the first is {missing[0]}; run them before the decision"
+        )
+    if not shards_of(work, stage):
+        raise DataError(f"stage {stage} of {work.parent} left no document to decide about")
     name = decision_name(plan, stage)
     begin = time.process_time()
     tally = new_tally()
-    with whole(folder) as temporary:
+    with in_folder(plan), whole(folder) as temporary:
         try:
             _decide(plan, work, stage, temporary)
         except (StepwellError, OSError):
@@ -144,7 +163,7 @@ def _read(plan: Plan, read: Read, number: int, tally: Tally) -> Iterator[Begun]:
     """Batches of what is read, each with what could not be."""
     key = number * READ_KEYS
     source = plan.source(read.source)
-    items = chain.from_iterable(_items(piece, source) for piece in read.pieces)
+    items = chain.from_iterable(_items(plan, piece, source) for piece in read.pieces)
     if source.max_docs is not None:
         items = first_documents(items, source.max_docs)
     begin = time.process_time()
@@ -160,8 +179,11 @@ def _read(plan: Plan, read: Read, number: int, tally: Tally) -> Iterator[Begun]:
         begin = time.process_time()
 
 
-def _items(piece: Piece, source: SourceSpec) -> Iterator[Document | Dropped]:
+def _items(plan: Plan, piece: Piece, source: SourceSpec) -> Iterator[Document | Dropped]:
     last = "the first document"
+    is_file = piece.kind not in ("dropped", *PYTHON_SOURCES)
+    if is_file:
+        check_input(plan, piece.path)
     try:
         for item in read_piece(piece, source):
             last = f"what follows {item.id}"
@@ -170,6 +192,8 @@ def _items(piece: Piece, source: SourceSpec) -> Iterator[Document | Dropped]:
         raise
     except Exception as error:
         raise _fault(f"reading {piece.path} (source {source.name})", last, error) from error
+    if is_file:
+        check_input(plan, piece.path)
 
 
 def first_documents(items: Iterable[Document | Dropped], num_docs: int) -> Iterator[Any]:

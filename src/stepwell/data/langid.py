@@ -72,6 +72,12 @@ class LangId(DocumentStep):
                 )
         return self
 
+    def adds(self) -> dict[str, pa.DataType]:
+        return {"language": pa.string(), "language_score": pa.float32()}
+
+    def check(self) -> None:
+        self._check_languages(load_model(self.model).languages)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         self._check_languages(load_model(self.model).languages)
         # The rest of a long text is never decoded.

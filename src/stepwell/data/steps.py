@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,20 @@ class StepConfig(Section):
 
     kind: str
     sources: tuple[str, ...] = ()
+
+    def adds(self) -> Mapping[str, pa.DataType]:
+        """The labels that documents have after the step."""
+        return {}
+
+    def needs(self) -> Mapping[str, Literal["number", "any"]]:
+        """The labels that earlier steps must have added, and of which type."""
+        return {}
+
+    def check(self) -> None:
+        """Opens the models, lists and indexes that the step reads. Called before a curation begins.
+
+        Raises StepwellError for one that isn't there, is damaged, or doesn't fit the step.
+        """
 
 
 class DocumentStep(StepConfig, ABC):

@@ -1,4 +1,9 @@
+import os
+from pathlib import Path
+
 import pytest
+import ray
+from ray import cluster_utils
 
 from stepwell.curate.executors.local import LocalExecutor
 from stepwell.curate.executors.ray import RayExecutor
@@ -8,29 +13,31 @@ from stepwell.curate.run import curate
 from stepwell.types import ConfigError
 from tests.curate import corpus
 
-ray = pytest.importorskip("ray")
-cluster_utils = pytest.importorskip("ray.cluster_utils")
-
 
 @pytest.fixture(scope="module")
 def cluster():
     """Two nodes of one core each, in this machine."""
+    here = os.getcwd()
+    os.chdir("/")  # a cluster knows nothing of where a command will be given
     nodes = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     nodes.add_node(num_cpus=1)
+    os.chdir(here)
     yield nodes
     ray.shutdown()
     nodes.shutdown()
 
 
-def test_two_nodes_give_the_same_result(cluster, tmp_path):
-    raw = tmp_path / "raw"
+def test_two_nodes_give_the_same_result(cluster, tmp_path, monkeypatch):
+    """Sources and output are relative to where the command is given."""
+    monkeypatch.chdir(tmp_path)
+    raw = Path("raw")
     corpus.write(raw)
     values = corpus.recipe(raw, batch_bytes=900, shard_bytes=3000)
     plan = make_plan(Recipe.parse(values))
     list(curate(plan, tmp_path / "local", LocalExecutor(1)))
     executor = RayExecutor(cluster.address)
     assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 2
-    parts = list(curate(plan, tmp_path / "ray", executor))
+    parts = list(curate(plan, Path("ray"), executor))
     assert any(part.total > 2 for part in parts)
     assert corpus.result(tmp_path / "ray") == corpus.result(tmp_path / "local")
 

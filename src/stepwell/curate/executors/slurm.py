@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepwell.curate.checks import check_recipe
 from stepwell.curate.plan import Plan, make_plan, write_plan
 from stepwell.curate.recipe import Recipe
-from stepwell.curate.run import WORK, check_folder
+from stepwell.curate.run import WORK, is_finished, remove_results
 from stepwell.curate.tasks import decide, has_decision, num_tasks, run_task
+from stepwell.train.lock import folder_lock
 from stepwell.types import ConfigError
 
 FOLDER, SUBMIT = "slurm", "submit.sh"
@@ -32,24 +34,32 @@ class Element:
     share: tuple[int, int] | None
 
 
-def write_scripts(recipe: Recipe, out: Path, elements: int | None = None) -> str:
-    """Writes the plan and the scripts into `out`; returns what is to be done with them.
+def write_scripts(
+    recipe: Recipe, out: Path, elements: int | None = None, fresh: bool = False
+) -> Path | None:
+    """Writes the plan and the scripts into `out`; returns the script that queues them, or None
+    where the curation is finished already.
 
     elements: of each array (16). Partition, account and limits are what SBATCH_PARTITION,
     SBATCH_ACCOUNT and SBATCH_TIMELIMIT say when submit.sh runs. Raises ConfigError as `curate`.
     """
     plan = make_plan(recipe)
-    check_folder(plan, out, fresh=False)
+    if is_finished(plan, out, fresh):
+        return None
+    check_recipe(recipe)
     work = out / WORK
     folder = work / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    write_plan(plan, work)
+    with folder_lock(out):
+        if fresh and out.exists():
+            remove_results(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, work)
     # What the last job loads: the recipe with everything that the command line set.
     recipe.save(folder / "recipe.toml")
     for name, text in scripts(plan, out.absolute(), elements or ELEMENTS).items():
         (folder / name).write_text(text, "utf-8")
         (folder / name).chmod(0o755)
-    return f"written; queue it with: {folder / SUBMIT}"
+    return folder / SUBMIT
 
 
 def scripts(plan: Plan, out: Path, elements: int) -> dict[str, str]:
@@ -58,15 +68,15 @@ def scripts(plan: Plan, out: Path, elements: int) -> dict[str, str]:
     files: dict[str, str] = {}
     for stage in range(len(plan.stages) + 1):
         name = f"stage-{stage:02d}.sh"
-        files[name] = _script(work, stage, share=True)
+        files[name] = _script(plan, work, stage, share=True)
         lines.append(_queue(name, f"--array=0-{elements - 1} "))
         if stage < len(plan.stages) and has_decision(plan, stage):
             name = f"decide-{stage:02d}.sh"
-            files[name] = _script(work, stage, share=False)
+            files[name] = _script(plan, work, stage, share=False)
             lines.append(_queue(name))
     recipe = work / FOLDER / "recipe.toml"
     words = [sys.executable, "-m", "stepwell", "curate", str(recipe), "--out", str(out)]
-    files["finish.sh"] = _job(f"exec {shlex.join(words)}")
+    files["finish.sh"] = _job(plan, f"exec {shlex.join(words)}")
     lines += [_queue("finish.sh"), 'echo "queued; the last job is $job"']
     return {**files, SUBMIT: "\n".join(lines) + "\n"}
 
@@ -104,15 +114,16 @@ def parse(argv: Sequence[str]) -> Element:
     return Element(work, stage, None if is_decision else share)
 
 
-def _script(work: Path, stage: int, share: bool) -> str:
+def _script(plan: Plan, work: Path, stage: int, share: bool) -> str:
     words = [sys.executable, "-m", "stepwell", "curate", "task"]
     words += ["--work", str(work), "--stage", str(stage)]
     end = ' --share "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT"' if share else " --decide"
-    return _job(f"exec {shlex.join(words)}{end}")
+    return _job(plan, f"exec {shlex.join(words)}{end}")
 
 
-def _job(line: str) -> str:
-    return f"#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%A-%a.out\n{line}\n"
+def _job(plan: Plan, line: str) -> str:
+    head = "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%A-%a.out\nset -e\n"
+    return f"{head}cd {shlex.quote(plan.folder)}\n{line}\n"
 
 
 def _queue(script: str, options: str = "") -> str:

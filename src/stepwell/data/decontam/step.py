@@ -53,6 +53,12 @@ class Decontaminate(DocumentStep):
             )
         return self
 
+    def adds(self) -> dict[str, pa.DataType]:
+        return {LABEL: pa.string()}
+
+    def check(self) -> None:
+        open_index(self.index)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         index = open_index(self.index)
         found = find_hits(texts_of(batch), index, RULES[self.rule], self.min_share)

@@ -39,6 +39,9 @@ class QualityThreshold(DocumentStep):
     min_score: Annotated[float, Field(strict=True)]
     label: Label = "quality"
 
+    def needs(self) -> dict[str, Literal["number", "any"]]:
+        return {self.label: "number"}
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         removals = [
             Removal("quality_below_threshold", f"{self.label} {score:.4g} < {self.min_score:g}")
@@ -59,6 +62,9 @@ class QualityTop(GlobalStep):
     keep: Annotated[float, Field(strict=True, gt=0, le=1)]
     per_source: Flag = False
     label: Label = "quality"
+
+    def needs(self) -> dict[str, Literal["number", "any"]]:
+        return {self.label: "number"}
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, pa.Array]:
         return {"score": scores_of(batch, self.label, self.kind)}
@@ -133,6 +139,12 @@ class QualityBuckets(GlobalStep):
                 "for all; leave it out, or take by='quantiles'"
             )
         return self
+
+    def needs(self) -> dict[str, Literal["number", "any"]]:
+        return {self.label: "number"}
+
+    def adds(self) -> dict[str, pa.DataType]:
+        return {self.bucket: pa.int32()}
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, pa.Array]:
         return {"score": scores_of(batch, self.label, self.kind)}

@@ -86,6 +86,10 @@ class C4(DocumentStep):
     curly_brackets: Flag = True
     bad_words: str = ""
 
+    def check(self) -> None:
+        if self.bad_words:
+            bad_words_pattern(self.bad_words)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         pages = clean_pages(batch["text"], self)
         outcome = drop(batch, self.kind, [page.verdict for page in pages])

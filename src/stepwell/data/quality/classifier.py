@@ -37,6 +37,12 @@ class QualityScore(DocumentStep):
     model: Annotated[str, Field(min_length=1)]
     label: Label = "quality"
 
+    def adds(self) -> dict[str, pa.DataType]:
+        return {self.label: pa.float32()}
+
+    def check(self) -> None:
+        load_classifier(self.model)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         scores = load_classifier(self.model).score(texts_of(batch))
         return Outcome(with_column(batch, self.label, scores, pa.float32()))

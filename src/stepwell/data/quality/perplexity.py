@@ -37,6 +37,12 @@ class PerplexityBuckets(GlobalStep):
     label: Label = "perplexity"
     bucket: Label = "perplexity_bucket"
 
+    def needs(self) -> dict[str, Literal["number", "any"]]:
+        return {**({self.by: "any"} if self.by else {}), self.label: "number"}
+
+    def adds(self) -> dict[str, pa.DataType]:
+        return {self.bucket: pa.string()}
+
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, pa.Array]:
         return {
             "score": scores_of(batch, self.label, self.kind),

@@ -64,6 +64,12 @@ class ToxicWords(DocumentStep):
     max_hits: NonNegative | None = None
     max_fraction: Fraction | None = None
 
+    def adds(self) -> dict[str, pa.DataType]:
+        return {"toxic_words": pa.int32()}
+
+    def check(self) -> None:
+        read_lists(self.lists, self.languages)
+
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         lists = read_lists(self.lists, self.languages)
         spoken = [None] * batch.num_rows
@@ -244,6 +250,12 @@ class Toxicity(DocumentStep):
     model: Annotated[str, Field(min_length=1)]
     max_score: Fraction | None = None
     chunk_characters: Annotated[int, Field(strict=True, ge=100)] = 1_000
+
+    def adds(self) -> dict[str, pa.DataType]:
+        return {"toxicity": pa.float32()}
+
+    def check(self) -> None:
+        load_classifier(self.model)
 
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         scores = toxicity(texts_of(batch), self.model, self.chunk_characters)
