@@ -3,8 +3,10 @@
     python -m benchmarks.pii [--corpus .cache/corpus] [--show KIND]
 
 Planted: values that are drawn anew (check digits and numbering plans included) in words around
-them, in pages that hold nothing of their own. Found in real text: counts, and with --show a sample
-of each corpus to judge by eye, which is how the precision in docs/safety.md was got.
+them, in pages that hold nothing of their own. Sentences: those of benchmarks/pii_sentences.txt,
+written before the rules that are in force and not changed since. Found in real text: counts, and
+with --show a sample of each corpus to judge by eye, which is how the precision in docs/safety.md
+was got.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import ipaddress
 import json
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +25,8 @@ from benchmarks.workload import ROOT
 from stepwell.data.safety.pii import KINDS, find_pii
 from stepwell.data.safety.validators import CARD_ISSUERS, IBAN_LENGTHS
 
+# {{kind value}}
+MARK = re.compile(r"\{\{(\w+) ([^}]*)\}\}")
 AROUND = {
     "email": ["mail {}", "<{}>", "contact {} for more", "From: {}\n", "({})", "{}, {}"],
     "phone": ["call {}", "Tel: {}", "{}", "({}) or", "fax {}.", "phone number is {}"],
@@ -170,6 +175,37 @@ def planted(pages: list[str], per_kind: int, rng: random.Random) -> Iterator[dic
         }
 
 
+def sentences() -> dict:
+    """What is marked in the sentences against what is found: exact places and kinds."""
+    path = ROOT / "benchmarks" / "pii_sentences.txt"
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+    right = num_marked = num_found = 0
+    faults = []
+    for line in lines:
+        text, marked, end = "", set(), 0
+        for mark in MARK.finditer(line):
+            text += line[end : mark.start()]
+            marked.add((mark[1], len(text), len(text) + len(mark[2])))
+            text += mark[2]
+            end = mark.end()
+        text += line[end:]
+        found = {tuple(f) for f in find_pii(text)}
+        right += len(marked & found)
+        num_marked += len(marked)
+        num_found += len(found)
+        if marked != found:
+            missed = [text[a:b] for _, a, b in sorted(marked - found)]
+            extra = [text[a:b] for _, a, b in sorted(found - marked)]
+            faults.append({"text": text, "missed": missed, "extra": extra})
+    return {
+        "sentences": len(lines),
+        "marked": num_marked,
+        "recall": right / num_marked,
+        "precision": right / num_found,
+        "faults": faults,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pii", description=__doc__)
     parser.add_argument("--corpus", type=Path, default=ROOT / ".cache" / "corpus")
@@ -200,6 +236,8 @@ def main() -> None:
             f" missed {row['missed']}"
         )
     result["planted"] = rows
+    result["sentences"] = sentences()
+    print("sentences", json.dumps(result["sentences"], indent=1, ensure_ascii=False))
     out = ROOT / "benchmarks" / "results" / "pii.json"
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"written to {out}")

@@ -26,6 +26,16 @@ PLANTED = [
     ("ipv4", "ping ", "8.8.8.8", ""),
     ("ipv4", "range 66.1.2.3-", "66.1.2.9", "."),
     ("ipv4", "net ", "66.187.233.0", "/24"),
+    ("ipv4", "Server at ", "8.8.8.8", " answered"),
+    ("ipv4", "nameserver ", "9.9.9.9", ""),
+    ("ipv4", "", "5.6.7.8", " timed out"),
+    ("ipv4", "", "5.6.7.8", ":8080 is taken"),
+    ("ipv4", "Berlin ", "5.6.7.8", " - - [10/Oct/2000]"),
+    ("ipv4", "Pinged ", "5.6.7.8", ""),
+    ("ipv4", "Berlin ", "81.9.8.41", ""),
+    ("ipv4", "Blocked ", "5.188.10.7", ""),
+    ("email", "log in as ", "jo@acme.com@mail.acme.org", " there"),
+    ("email", "follow @", "jo@mastodon.social", ""),
     ("ipv6", "from ", "2a00:1450:4001:82a::200e", "."),
     ("ipv6", "[", "2607:f8b0:4005:805:0:0:0:200e", "]:443"),
     ("ipv6", "via ", "::ffff:216.163.77.13", ")"),
@@ -71,6 +81,11 @@ HARMLESS = [
     "\n2.10.13.4 Titles of sections", "section 12.10.13.4", "OID 1.3.6.1.4.1.311", "256.1.1.300",
     "127.0.0.1", "0.0.0.0", "255.255.255.255", "192.0.2.7 198.51.100.7 203.0.113.7", "224.0.0.1",
     "192.168.1.1 10.1.2.3 172.16.5.5", "01.02.03.04",
+    "Python 3.11.2.1 was released", "Java 8.0.202.8", "SQL Server 12.0.2.0", "foo==2.31.0.6",
+    "8.8.8.8", "list_ips.t 5.6.7.8", "upgrade from 7.2.1.4 to 7.2.1.9",
+    "the server was updated to 7.2.1.4",
+    "jo@acme@acme.com", "x@acme.com@", "jo@acme.com@localhost",
+    "SSN: 078-05-1120", "078-05-1120", "passport no 020 7946 0018", "account 202-456-1414",
     "12:34:56", "std::vector<int>", "a::b", "face::b00c dead::beef", "::", "::1", "fe80::1",
     "2001:db8::5", "00:1A:2B:3C:4D:5E", "in 2004::", "x[::2]", "fd00::1234",
     "7A:" * 20 + "11",
@@ -139,6 +154,14 @@ def test_source_code_holds_addresses_of_authors_and_little_else():
     assert counts.pop("email") > 5
     # Examples of addresses, a version of AIX's filesets, a section of the HTML standard.
     assert counts.total() <= 5
+
+
+@pytest.mark.parametrize("between", [", ", " and ", "; ", "\n", "\n  - "])
+def test_a_word_says_it_for_all_addresses_of_a_list(between):
+    addresses = ["8.8.8.8", "8.8.4.4", "1.1.1.1", "9.9.9.9"] * 3
+    text = "DNS servers:" + ("\n  - " if "-" in between else " ") + between.join(addresses)
+    assert found(text) == [("ipv4", a) for a in addresses]
+    assert found(text.replace("DNS servers", "versions")) == []
 
 
 def test_redaction_and_its_edits():
@@ -293,3 +316,9 @@ def test_rules_of_the_knobs(knobs, words):
     with pytest.raises(ValidationError, match=words):
         Pii(**knobs)
     Pii(locales=("GB",), action="drop", min_findings=2)
+
+
+def test_a_misspelt_kind_is_one_fault():
+    with pytest.raises(ValidationError) as error:
+        Pii(kinds=("emial",))
+    assert error.value.error_count() == 1

@@ -182,9 +182,11 @@ def test_email_rules_on_both_sides():
         ("v66.1.2.3", False, False),
         ("9.9.9.9", False, False),
         ("dns 9.9.9.9", False, True),
-        ("9.9.9.10", False, True),
+        ("9.9.9.60", False, True),
+        ("9.9.9.59", False, False),
+        ("host 9.9.9.59", False, True),
         ("\n9.12.1.4 Heading", False, False),
-        ("\n9.12.1.4 and", False, True),
+        ("\n9.12.1.4 and", False, False),
         ("\n9.60.1.4 Heading", False, True),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import pyarrow as pa
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, model_validator
 
 from stepwell.config import Flag, Positive
 from stepwell.data.batches import EDITS, Outcome, Removal, split, texts_of, with_texts
@@ -57,6 +57,8 @@ MARGIN = 44
 # Of letters only the Latin ones: in Chinese or Thai an address follows a word without a blank.
 LOCAL_PART = re.compile(r"[A-Za-z0-9À-ɏ_.+%'-]{1,64}")
 DOMAIN = re.compile(r"[A-Za-z0-9À-ɏ_-]{1,63}(?:\.[A-Za-z0-9À-ɏ_-]{1,63}){1,8}")
+# A mailbox's, and that of a server it is read at.
+MAX_HOSTS = 2
 COLONS = re.compile(r":[0-9A-Fa-f]{0,4}:")
 IPV6_CHARACTERS = "0123456789abcdefABCDEF:."
 DOTS = re.compile(r"\.[0-9]{1,3}\.[0-9]{1,3}\.")
@@ -80,6 +82,13 @@ class Finding(NamedTuple):
     stop: int
 
 
+def _some(kinds: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    # Field(min_length=1) would also complain about a kind that is misspelt.
+    if not kinds:
+        raise ValueError(f"kinds = []: must have at least 1 item, of {', '.join(KINDS)}")
+    return kinds
+
+
 class Pii(DocumentStep):
     """Replaces personal data, or removes the documents that hold it.
 
@@ -94,7 +103,7 @@ class Pii(DocumentStep):
     """
 
     kind: Literal["pii"] = "pii"
-    kinds: Annotated[tuple[Kind, ...], Field(min_length=1)] = KINDS
+    kinds: Annotated[tuple[Kind, ...], AfterValidator(_some)] = KINDS
     locales: tuple[str, ...] = ("US", "GB", "DE", "FR", "ES", "IT", "PL")
     action: Literal["redact", "drop"] = "redact"
     min_findings: Positive = 1
@@ -191,17 +200,33 @@ def find_pii(
 def emails(text: str) -> Iterator[Finding]:
     place = text.find("@")
     while place >= 0:
-        # The local part is read backwards from the sign, so that words without one cost nothing.
-        backwards = LOCAL_PART.match(text[max(0, place - 64) : place][::-1])
-        domain = DOMAIN.match(text, place + 1)
-        if backwards and domain:
-            local = backwards.group()[::-1].lstrip(".'-+%")
-            host = domain.group().rstrip("-_")
-            stop = place + 1 + len(host)
-            whole = len(backwards.group()) < 64
-            if local and whole and is_email(local, host, text[stop : stop + 1]):
-                yield Finding("email", place - len(local), stop)
-        place = text.find("@", place + 1)
+        found = _email_at(text, place)
+        if found is not None:
+            yield found
+        place = text.find("@", found.stop if found is not None else place + 1)
+
+
+def _email_at(text: str, place: int) -> Finding | None:
+    """The address around the sign there; its login at another host too (`jo@a.com@mail.b.com`)."""
+    # The local part is read backwards from the sign, so that words without one cost nothing.
+    backwards = LOCAL_PART.match(text[max(0, place - 64) : place][::-1])
+    if backwards is None or len(backwards.group()) == 64:
+        return None
+    local = backwards.group()[::-1].lstrip(".'-+%")
+    start = place - len(local)
+    # What follows the second sign of `a@b@c.com` is no address if the first part was none.
+    goes_on = text[max(0, start - 2) : start]
+    if not local or (goes_on[-1:] == "@" and goes_on[:1].isalnum()):
+        return None
+    hosts, stop = [], place
+    while text[stop : stop + 1] == "@" and len(hosts) < MAX_HOSTS:
+        domain = DOMAIN.match(text, stop + 1)
+        if domain is None:
+            return None
+        hosts.append(domain.group().rstrip("-_"))
+        stop += 1 + len(hosts[-1])
+    after = text[stop : stop + 1]
+    return Finding("email", start, stop) if all(is_email(local, h, after) for h in hosts) else None
 
 
 def ipv6_addresses(text: str, private: bool = False) -> Iterator[Finding]:

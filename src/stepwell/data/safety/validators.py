@@ -76,13 +76,43 @@ CARD_ISSUERS = (
 VERSION_BEFORE = re.compile(
     r"(?i)(?:\b(?:version|ver|vers|release|rel|section|sect|sec|chapter|chap|clause|revision|rev|"
     r"build|firmware|appendix|oid|paragraph|table|figure|fig)s?\b[ .:=\"'(]*"
-    r"|§ ?|[a-z_]-|\w[./]|(?<!\w)v)$"
+    r"|§ ?|[a-z_]-|\w[./]|(?<!\w)v|[=<>~!]=[ \"']*)$"
 )
-ADDRESS_BEFORE = re.compile(
-    r"(?i)\b(?:ip|ips|ipv4|addr|address|host|server|from|gateway|dns|ping|inet|client|peer|"
-    r"remote|src|dst)\b[^\w\n]{0,4}$|[\[@]$|://$"
+# `Python 3.11.2.1`: a name in front of a number.
+PRODUCT_BEFORE = re.compile(r"(?<![\w.])([A-Za-z+#]*[A-Z][\w+#]*) $")
+SERVER_BEFORE = re.compile(r"\b(?:SQL|Windows|Exchange|HTTP|X|[Ww]eb\w*|[Aa]pplication) Server $")
+ADDRESS_WORDS = (
+    r"ips?|ipv4|addr(?:ess(?:es)?)?|adressen?|adresses|direcci[oó]n(?:es)?|indirizz[oi]|dns\d*|"
+    r"name ?servers?|resolvers?|ping(?:s|ed|ing)?|traceroute|hosts?|hostname|hostnames|gateways?|"
+    r"subnets?|netmask|router|routers|routes?|inet|ssh|telnet|curl|wget|nmap|whois|firewall|proxy|"
+    r"peers?|clients?|remote|src|dst|packets?|ports?|tcp|udp|https?|servers?|serveurs?|servidor|"
+    r"rechner|networks?|nets?|bind|listen(?:s|ed|ing)?|connect(?:s|ed|ing|ions?)?|log(?:ged|gin)|"
+    r"blocked|banned|allow(?:ed)?|deny|denied"
 )
-HEADING_AFTER = re.compile(r"[ \t]+[A-Z]")
+VERSION_WORDS = (
+    r"versions?|ver|release[sd]?|upgrad\w*|updat\w*|downgrad\w*|migrat\w*|patch\w*|firmware|drivers?|"
+    r"builds?|requires?|compatible|changes|changelog|fixe[sd]|sections?|clauses?|chapters?|oids?|snmp"
+)
+# Which of the two is meant, the last one says. Compounds such as DNS1= and x_addr= count too.
+CONTEXT = re.compile(
+    rf"(?i)(?<![^\W_])(?:(?P<address>{ADDRESS_WORDS})|(?P<version>{VERSION_WORDS}))(?![^\W_]|\.\w)"
+)
+FROM_BEFORE = re.compile(r"(?i)\bfrom[^\w\n]{0,4}$")
+URL_BEFORE = re.compile(r"(?:[\[@]|://)$")
+ADDRESS_AFTER = re.compile(
+    r"(?i):[0-9]{2,5}(?![0-9.])|/[0-9]{1,2}(?![0-9/.])|\]|,? port [0-9]| - \S+ \["
+    r"| (?:answer|respond|replie[sd]|repl(?:y|ies)|refuse|timed out|unreachable|is (?:up|down)\b)"
+)
+# Addresses between the word and this one: `DNS: 8.8.8.8, 8.8.4.4 and`, also a line each.
+EARLIER_ADDRESSES = re.compile(
+    r"(?:(?<![\w.])[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?:[:/][0-9]{1,5})?"
+    r"[\s,;>|*-]{1,8}(?:(?:and|or|to|und|oder|bis|et|ou|y|o|e) )?)+$"
+)
+LIST_BEGIN = re.compile(r"([:=])[ \t]*\r?\n[ \t]*(?:[-*][ \t]*)?$")
+SENTENCE_END = re.compile(r"[.!?;]\s|\n")
+# Four parts of a version are seldom above it, those of an address nearly always.
+MAX_VERSION_PART = 60
+CONTEXT_CHARACTERS = 160
 PHONE_BEFORE = re.compile(
     r"(?i)(?:(?<![\w.-])(?:tel|telephone|phone|phones|ph|call|fax|mobile|mob|cell|cellphone|whatsapp|sms|"
     r"telefon|tel[ée]fono|t[ée]l[ée]phone|t[ée]l|telefax|handy|portable|m[óo]vil|cellulare|fon|"
@@ -91,7 +121,9 @@ PHONE_BEFORE = re.compile(
 )
 NUMBER_BEFORE = re.compile(
     r"(?i)\b(?:isbn|issn|doi|rfc|sku|version|serial|oid|pmid|arxiv|rev|revision|build|bug|ticket|"
-    r"invoice|order|isbn-1[03])\b[^\w\n]{0,3}(?:(?:no|nr|number)\b[^\w\n]{0,3})?$"
+    r"invoice|order|isbn-1[03]|ssn|social security|itin|tin|passport|licen[cs]e|account|acct|iban|"
+    r"nhs|nino|pesel|dni|nif|nie|steuer-?id|tax id)\b[^\w\n]{0,3}"
+    r"(?:(?:is|no|nr|number|id)\b[^\w\n]{0,3}){0,2}$"
 )
 CARD_BEFORE = re.compile(
     r"(?i)\b(?:card|visa|mastercard|amex|credit|debit|karte|carte|tarjeta|carta|cc|pan|maestro|"
@@ -108,6 +140,8 @@ NANP = re.compile(
 )
 # An area code of two to five digits with its zero.
 TRUNK = re.compile(r"\(?0[1-9][0-9]{0,3}\)?(?:[./-]| (?! ))")
+# `078-05-1120` was never issued and is no telephone number either.
+SSN_FORM = re.compile(r"[0-9]{3}([- ])[0-9]{2}\1[0-9]{4}")
 SHORT_LAST_GROUP = re.compile(r"[^0-9][0-9]$|  ")
 BEFORE_CHARACTERS = 40
 
@@ -163,23 +197,44 @@ def is_ipv4(text: str, start: int, stop: int, private: bool) -> bool:
     numbers = text[start:stop].split(".")
     if any(int(n) > 255 or (len(n) > 1 and n[0] == "0") for n in numbers):
         return False
-    if not _counts(ipaddress.IPv4Address(".".join(numbers)), private):
+    address = ipaddress.IPv4Address(".".join(numbers))
+    if not _counts(address, private):
         return False
-    ahead = before(text, start)
+    ahead = _context(text, start)
     if VERSION_BEFORE.search(ahead):
         return False
-    if ADDRESS_BEFORE.search(ahead):
+    if URL_BEFORE.search(ahead):
         return True
-    if all(int(n) < 10 for n in numbers):
+    # `Java 8.0.202.8`, but not `Berlin 81.9.8.41` and `Blocked 5.188.10.76`.
+    versionlike = all(int(n) < MAX_VERSION_PART for n in numbers[:2])
+    if versionlike and _is_product(ahead) and not ADDRESS_AFTER.match(text, stop):
         return False
-    return not (_is_heading(text, start, stop) and all(int(n) < 60 for n in numbers))
+    small = all(int(n) < MAX_VERSION_PART for n in numbers)
+    return not (small and address.is_global) or _says_address(text, ahead, stop)
 
 
-def _is_heading(text: str, start: int, stop: int) -> bool:
-    """`2.10.1.3 Title` on a line of its own."""
-    line = text.rfind("\n", max(0, start - BEFORE_CHARACTERS), start) + 1
-    begins = start - line < BEFORE_CHARACTERS and not text[line:start].strip(" \t#*=")
-    return begins and HEADING_AFTER.match(text, stop) is not None
+def _is_product(ahead: str) -> bool:
+    name = PRODUCT_BEFORE.search(ahead)
+    if name is None:
+        return False
+    word = CONTEXT.fullmatch(name[1])
+    return SERVER_BEFORE.search(ahead) is not None or word is None or word["address"] is None
+
+
+def _context(text: str, start: int) -> str:
+    """What stands before an address on its line, without the addresses of the same list."""
+    ahead = text[max(0, start - CONTEXT_CHARACTERS) : start]
+    ahead = EARLIER_ADDRESSES.sub("", ahead)
+    return LIST_BEGIN.sub(r"\1 ", ahead)[-CONTEXT_CHARACTERS:]
+
+
+def _says_address(text: str, ahead: str, stop: int) -> bool:
+    """Whether words around four small numbers say that they are an address."""
+    sentence = SENTENCE_END.split(ahead)[-1][-2 * BEFORE_CHARACTERS :]
+    words = list(CONTEXT.finditer(sentence))
+    if words:
+        return words[-1]["address"] is not None
+    return bool(FROM_BEFORE.search(sentence) or ADDRESS_AFTER.match(text, stop))
 
 
 def is_ipv6(candidate: str, private: bool) -> bool:
@@ -228,6 +283,8 @@ def is_phone(text: str, start: int, stop: int, locales: tuple[str, ...]) -> bool
     if DATE.search(written):
         return False
     named = PHONE_BEFORE.search(ahead) is not None
+    if SSN_FORM.fullmatch(written) and not named:
+        return False
     separated = any(c in " .-/()" for c in written)
     if written.startswith("00") and (named or separated) and _is_assigned("+" + written[2:], None):
         return True
