@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -75,6 +76,11 @@ def remove_leftovers(target: Path) -> None:
         pid = path.name.removeprefix(prefix)
         if pid.isdecimal() and int(pid) != os.getpid() and not _is_running(int(pid)):
             shutil.rmtree(path)
+
+
+def file_sha256(path: str | Path) -> str:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from tests.data.dedup.drive import documents_of, run_step
+from tests.global_steps import plain_documents, run_step
 
 from stepwell.data.dedup.exact import ExactDedup, exact_dedup, normalise
 from stepwell.types import Document, Dropped
@@ -59,7 +59,7 @@ def test_lone_surrogates_do_not_stop_the_stream():
 
 
 def test_the_step_keeps_one_of_equals_and_names_it(tmp_path):
-    result = run_step(ExactDedup(), documents_of("A", "A", "A", "B", " \n"), tmp_path)
+    result = run_step(ExactDedup(), plain_documents("A", "A", "A", "B", " \n"))
     assert result.kept_ids == ["0", "3"]
     assert {(r["id"], r["reason"], r["witness"]) for r in result.removed} == {
         ("1", "exact_duplicate", "s/0"),
@@ -73,26 +73,26 @@ def test_the_step_keeps_one_of_equals_and_names_it(tmp_path):
 
 
 def test_the_step_counts_as_equal_what_normalises_alike(tmp_path):
-    docs = documents_of("a  b\r\n", "a b", "A b", "cafe\u0301", "caf\u00e9", "ab")
-    result = run_step(ExactDedup(), docs, tmp_path)
-    # Of equals the longest stays.
+    docs = plain_documents("a  b\r\n", "a b", "A b", "cafe\u0301", "caf\u00e9", "ab")
+    result = run_step(ExactDedup(), docs)
+    # White space makes none of them longer; an accent of its own is a character.
     assert result.kept_ids == ["0", "2", "3", "5"]
-    shortest = run_step(ExactDedup(survivor=("shortest",)), docs, tmp_path / "2")
-    assert shortest.kept_ids == ["1", "2", "4", "5"]
+    shortest = run_step(ExactDedup(survivor=("shortest",)), docs)
+    assert shortest.kept_ids == ["0", "2", "4", "5"]
 
 
 @pytest.mark.parametrize("num_shards", [1, 7, 64])
 def test_the_step_gives_the_same_for_any_shards_and_order(tmp_path, num_shards):
     rng = random.Random(0)
     docs = [Document(str(i), f"text {rng.randrange(40)}", rng.choice("ab")) for i in range(100)]
-    whole = run_step(ExactDedup(), docs, tmp_path / "whole", batch_docs=100)
-    assert len(whole.kept) == len({doc.text for doc in docs})
+    whole = run_step(ExactDedup(), docs, batch_docs=100)
+    assert len(whole.rows) == len({doc.text for doc in docs})
     rng.shuffle(docs)
-    other = run_step(ExactDedup(), docs, tmp_path / "other", num_shards)
+    other = run_step(ExactDedup(), docs, num_shards)
     assert other.removals == whole.removals
     assert other.summary == whole.summary
 
 
 def test_no_documents(tmp_path):
-    result = run_step(ExactDedup(), [], tmp_path)
-    assert result.kept == result.removed == []
+    result = run_step(ExactDedup(), [])
+    assert result.rows == result.removed == []

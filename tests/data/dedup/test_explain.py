@@ -4,7 +4,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.data.dedup.drive import run_step
+from tests.global_steps import run_step
 
 from stepwell.data.batches import REMOVED
 from stepwell.data.dedup.explain import differences, explain
@@ -34,8 +34,8 @@ def curated(tmp_path) -> Path:
         Document("b", "quite another text of this source", "books"),
         Document("c", " \n", "web"),
     ]
-    result = run_step(FuzzyDedup(), docs, tmp_path / "run")
-    return write(tmp_path / "out", result.removed, result.kept)
+    result = run_step(FuzzyDedup(), docs)
+    return write(tmp_path / "out", result.removed, result.rows)
 
 
 def test_a_duplicate_is_explained_by_what_it_repeats(curated):

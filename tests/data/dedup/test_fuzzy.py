@@ -1,8 +1,6 @@
 import json
 import random
 from itertools import combinations
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.data.dedup.drive import Result, documents_of, run_step
+from tests.global_steps import Result, plain_documents, run_step
 
 from stepwell.data.dedup.fuzzy import FuzzyDedup
 from stepwell.data.dedup.verify import jaccard_of_texts
@@ -47,7 +45,7 @@ def planted(rng: random.Random, num_originals: int, num_copies: int) -> list[Doc
 
 def check(result: Result, docs: list[Document], threshold: float = 0.8) -> None:
     """Nothing is lost; each removed document has a kept witness, by plain arithmetic."""
-    kept = {f"{row['source']}/{row['id']}": row["text"] for row in result.kept}
+    kept = {f"{row['source']}/{row['id']}": row["text"] for row in result.rows}
     assert len(kept) + len(result.removed) == len(docs)
     for row in result.removed:
         assert row["reason"] == "fuzzy_duplicate"
@@ -64,9 +62,9 @@ def plain_jaccard(a: str, b: str, ngram: int = 5) -> float:
 
 def test_near_duplicates_go_for_a_kept_witness(tmp_path):
     docs = planted(random.Random(0), 40, 3)
-    result = run_step(FuzzyDedup(), docs, tmp_path)
+    result = run_step(FuzzyDedup(), docs)
     check(result, docs)
-    kept = [row["text"] for row in result.kept]
+    kept = [row["text"] for row in result.rows]
     left = sum(plain_jaccard(a, b) >= 0.8 for a, b in combinations(kept, 2))
     assert left == 0
     assert 0 < result.summary["num_removed"] == len(result.removed) < 120
@@ -76,9 +74,9 @@ def test_near_duplicates_go_for_a_kept_witness(tmp_path):
 def test_shards_and_order_change_nothing(tmp_path, num_shards):
     rng = random.Random(1)
     docs = planted(rng, 30, 3)
-    whole = run_step(FuzzyDedup(), docs, tmp_path / "whole", batch_docs=1000)
+    whole = run_step(FuzzyDedup(), docs, batch_docs=1000)
     rng.shuffle(docs)
-    other = run_step(FuzzyDedup(), docs, tmp_path / "other", num_shards)
+    other = run_step(FuzzyDedup(), docs, num_shards)
     assert other.removals == whole.removals
     assert other.summary == whole.summary
 
@@ -92,15 +90,14 @@ SMALL = st.lists(st.sampled_from(["a", "b", "c"]), max_size=8).map(" ".join)
 def test_any_texts(texts, threshold, rng):
     step = EXHAUSTIVE.model_copy(update={"threshold": threshold, "ngram": 2})
     docs = [Document(str(i), text, "s") for i, text in enumerate(texts)]
-    with TemporaryDirectory() as name:
-        result = run_step(step, docs, Path(name) / "a")
-        rng.shuffle(docs)
-        other = run_step(step, docs, Path(name) / "b", num_shards=3)
+    result = run_step(step, docs)
+    rng.shuffle(docs)
+    other = run_step(step, docs, num_shards=3)
     assert other.removals == result.removals
-    assert len(result.kept) + len(result.removed) == len(docs)
+    assert len(result.rows) + len(result.removed) == len(docs)
     blank = {row["id"] for row in result.removed if row["reason"] == "blank"}
     assert blank == {doc.id for doc in docs if not doc.text}
-    kept = {f"s/{row['id']}": row["text"] for row in result.kept}
+    kept = {f"s/{row['id']}": row["text"] for row in result.rows}
     for row in result.removed:
         if row["reason"] != "blank":
             assert plain_jaccard(row["text"], kept[row["witness"]], 2) >= threshold
@@ -109,46 +106,48 @@ def test_any_texts(texts, threshold, rng):
 
 
 def test_known_answers(tmp_path):
-    assert run_step(FuzzyDedup(), documents_of("A", "A", "A", "B"), tmp_path / "1").kept_ids == [
+    assert run_step(FuzzyDedup(), plain_documents("A", "A", "A", "B")).kept_ids == [
         "0",
         "3",
     ]
-    short = run_step(FuzzyDedup(), documents_of("Short text", "Short text"), tmp_path / "2")
+    short = run_step(FuzzyDedup(), plain_documents("Short text", "Short text"))
     assert short.kept_ids == ["0"]
     assert short.removed[0]["detail"] == "J = 1.000"
-    mixed = run_step(FuzzyDedup(), documents_of("", "...", "...", " \n", "!!"), tmp_path / "3")
+    mixed = run_step(FuzzyDedup(), plain_documents("", "...", "...", " \n", "!!"))
     assert mixed.kept_ids == ["1", "4"]
     assert sorted(row["reason"] for row in mixed.removed) == ["blank", "blank", "fuzzy_duplicate"]
-    paragraphs = run_step(FuzzyDedup(), documents_of("one\n\none\n\none"), tmp_path / "4")
+    paragraphs = run_step(FuzzyDedup(), plain_documents("one\n\none\n\none"))
     assert paragraphs.removed == []
-    nothing = run_step(FuzzyDedup(), [], tmp_path / "5")
-    assert nothing.kept == nothing.removed == []
+    nothing = run_step(FuzzyDedup(), [])
+    assert nothing.rows == nothing.removed == []
 
 
 def test_integer_id_zero_survives(tmp_path):
     docs = [Document(str(i), "some text that is repeated here", "s") for i in (0, 1)]
-    result = run_step(FuzzyDedup(), docs, tmp_path)
+    result = run_step(FuzzyDedup(), docs)
     assert result.kept_ids == ["0"]
     assert result.removed[0]["witness"] == "s/0"
 
 
 def test_case_punctuation_and_layout_do_not_count(tmp_path):
-    docs = documents_of("The cat sat on the mat, and SLEPT.", "the cat\r\nsat on the mat and slept")
-    assert len(run_step(FuzzyDedup(), docs, tmp_path).removed) == 1
+    docs = plain_documents(
+        "The cat sat on the mat, and SLEPT.", "the cat\r\nsat on the mat and slept"
+    )
+    assert len(run_step(FuzzyDedup(), docs).removed) == 1
 
 
 def test_chinese_is_compared_by_character(tmp_path):
     text = "".join(chr(0x4E00 + i) for i in range(100))
-    docs = documents_of(text, text[:-2] + "天地", text[:50] + "玄黄" * 25)
-    result = run_step(FuzzyDedup(), docs, tmp_path)
+    docs = plain_documents(text, text[:-2] + "天地", text[:50] + "玄黄" * 25)
+    result = run_step(FuzzyDedup(), docs)
     assert [row["id"] for row in result.removed] == ["1"]
 
 
 def test_candidates_are_verified(tmp_path):
     """With one band of one slot most candidates are none: nothing false goes."""
     rng = random.Random(2)
-    docs = documents_of(*(" ".join(edited(TEMPLATE, 18, rng)) for _ in range(60)))
-    result = run_step(EXHAUSTIVE, docs, tmp_path)
+    docs = plain_documents(*(" ".join(edited(TEMPLATE, 18, rng)) for _ in range(60)))
+    result = run_step(EXHAUSTIVE, docs)
     assert result.removed == []
     assert result.summary["num_candidates"] == 60 * 59 / 2
     assert result.summary["precision_of_candidates"] == 0
@@ -163,8 +162,8 @@ def test_pages_of_a_template_cost_no_more_each(tmp_path):
     step = FuzzyDedup(bucket_cap=4)
     work = {}
     for num_docs in (300, 600):
-        docs = documents_of(*texts[:num_docs])
-        result = run_step(step, docs, tmp_path / str(num_docs), batch_docs=100)
+        docs = plain_documents(*texts[:num_docs])
+        result = run_step(step, docs, batch_docs=100)
         assert result.removed == []
         assert result.summary["num_not_compared"] > 0
         work[num_docs] = np.array(
@@ -173,7 +172,7 @@ def test_pages_of_a_template_cost_no_more_each(tmp_path):
     assert (work[600] < 2.2 * work[300]).all()
     # Without a cap the work would grow fourfold.
     whole = step.model_copy(update={"bucket_cap": 1000})
-    result = run_step(whole, documents_of(*texts), tmp_path / "whole", batch_docs=100)
+    result = run_step(whole, plain_documents(*texts), batch_docs=100)
     assert result.summary["num_compared"] > 20 * work[600][1]
     assert result.summary["num_not_compared"] == 0
 
@@ -182,8 +181,8 @@ def test_a_template_bucket_still_finds_duplicates(tmp_path):
     rng = random.Random(4)
     pages = [edited(TEMPLATE, 6, rng) for _ in range(300)]
     copies = [[*page[:-1], "end"] for page in pages[:20]]
-    docs = documents_of(*(" ".join(page) for page in [*pages, *copies]))
-    result = run_step(FuzzyDedup(bucket_cap=8), docs, tmp_path, batch_docs=100)
+    docs = plain_documents(*(" ".join(page) for page in [*pages, *copies]))
+    result = run_step(FuzzyDedup(bucket_cap=8), docs, batch_docs=100)
     check(result, docs)
     assert len(result.removed) == 20
 
@@ -213,38 +212,35 @@ def test_who_survives(tmp_path, rules, kept):
         for i, (text, date) in enumerate(zip(VARIANTS, dates, strict=True))
     ]
     labels = {"quality": ([0.1, 0.9, None], pa.float32())}
-    result = run_step(FuzzyDedup(survivor=rules), docs, tmp_path, labels=labels)
+    result = run_step(FuzzyDedup(survivor=rules), docs, labels=labels)
     assert result.kept_ids == [kept]
 
 
 def test_labels_and_dates_by_other_names(tmp_path):
     docs = [Document(str(i), TEXT, "s", {"when": f"200{i}-01-01"}) for i in range(3)]
     by_date = FuzzyDedup(survivor=("newest",), date="when")
-    assert run_step(by_date, docs, tmp_path / "1").kept_ids == ["2"]
+    assert run_step(by_date, docs).kept_ids == ["2"]
     labels = {"score": ([1, 3, 2], pa.int32())}
     by_label = FuzzyDedup(quality="score")
-    assert run_step(by_label, docs, tmp_path / "2", labels=labels).kept_ids == ["1"]
+    assert run_step(by_label, docs, labels=labels).kept_ids == ["1"]
     words_label = {"score": (["high", "low", "low"], pa.string())}
     with pytest.raises(DataError, match="needs a number"):
-        run_step(by_label, docs, tmp_path / "3", labels=words_label)
+        run_step(by_label, docs, labels=words_label)
 
 
 def test_ties_go_by_source_then_id_then_text(tmp_path):
     docs = [Document("2", TEXT, "b"), Document("3", TEXT, "a"), Document("10", TEXT, "a")]
-    result = run_step(FuzzyDedup(), docs, tmp_path / "1")
-    assert [(row["source"], row["id"]) for row in result.kept] == [("a", "10")]
+    result = run_step(FuzzyDedup(), docs)
+    assert [(row["source"], row["id"]) for row in result.rows] == [("a", "10")]
     same = [Document("1", TEXT.upper(), "a"), Document("1", TEXT, "a")]
-    kept = [
-        run_step(FuzzyDedup(), docs, tmp_path / name).kept[0]["text"]
-        for name, docs in (("2", same), ("3", same[::-1]))
-    ]
+    kept = [run_step(FuzzyDedup(), docs).rows[0]["text"] for docs in (same, same[::-1])]
     assert kept[0] == kept[1]
 
 
 def test_cluster_sizes_are_labelled_and_summed_up(tmp_path):
-    docs = [*documents_of(*[TEXT] * 4), Document("x", "another text of a few words", "s")]
-    result = run_step(FuzzyDedup(), docs, tmp_path)
-    assert {row["id"]: row["cluster_size"] for row in result.kept} == {"0": 4, "x": 1}
+    docs = [*plain_documents(*[TEXT] * 4), Document("x", "another text of a few words", "s")]
+    result = run_step(FuzzyDedup(), docs)
+    assert {row["id"]: row["cluster_size"] for row in result.rows} == {"0": 4, "x": 1}
     assert result.summary["cluster_sizes"] == {"4": 1}
     assert result.summary["largest_clusters"] == [
         {"kept": "s/0", "size": 4, "removed": ["s/1", "s/2", "s/3"]}
@@ -259,16 +255,16 @@ def test_cluster_sizes_are_labelled_and_summed_up(tmp_path):
 def test_knobs_of_similarity(tmp_path, knob, value, removed):
     rng = random.Random(5)
     text = words(rng, 100)
-    docs = documents_of(" ".join(text), " ".join(edited(text, 2, rng)))
+    docs = plain_documents(" ".join(text), " ".join(edited(text, 2, rng)))
     assert 0.8 < jaccard_of_texts(docs[0].text, docs[1].text) < 0.9
     step = FuzzyDedup.model_validate({knob: value})
-    assert len(run_step(step, docs, tmp_path).removed) == removed
+    assert len(run_step(step, docs).removed) == removed
 
 
 def test_bands_rows_and_seed_change_candidates(tmp_path):
     docs = planted(random.Random(6), 40, 3)
     counts = {
-        name: run_step(step, docs, tmp_path / name).summary["num_candidates"]
+        name: run_step(step, docs).summary["num_candidates"]
         for name, step in {
             "default": FuzzyDedup(),
             "more bands": FuzzyDedup(bands=42),

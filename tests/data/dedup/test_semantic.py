@@ -171,3 +171,12 @@ def test_documents_of_one_name_are_told_apart_by_text():
     docs = [Document("0", RIVER, "s"), Document("0", AGAIN, "s")]
     step = SemanticDedup(survivor=())
     assert run_step(step, docs).kept == run_step(step, docs[::-1]).kept
+
+
+def test_more_clusters_than_documents_are_refused():
+    docs = documents_of("apples are red", "the sky is blue", "trains run late", "...")
+    run = run_step(SemanticDedup(clusters=3), docs[:3])
+    assert run.summary["k_means_clusters"] == 3
+    with pytest.raises(DataError, match="clusters=4 is more than the 3 documents.*set it to 3"):
+        run_step(SemanticDedup(clusters=4), docs[:3])
+    assert run_step(SemanticDedup(clusters=4), []).rows == []

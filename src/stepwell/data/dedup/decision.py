@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from stepwell.data.batches import Outcome, Removal, name_of, split
-from stepwell.data.dedup.survivor import RANK_SCHEMA
+from stepwell.data.batches import Outcome, Removal, name_of, split, with_column
+from stepwell.data.dedup.survivor import CLUSTER_SIZE, RANK_SCHEMA, cluster_sizes
 from stepwell.data.steps import Shard, read_batches, read_table, write_table
 
-REMOVED_TABLE, SUMMARY = "removed.arrow", "summary.json"
+REMOVED_TABLE, SIZES_TABLE, SUMMARY = "removed.arrow", "sizes.arrow", "summary.json"
 NUM_LARGEST, NUM_MEMBERS = 10, 5
 NAME_SCHEMA = pa.schema([("key", pa.uint64()), ("id", pa.string()), ("source", pa.string())])
 # Ascending by key.
@@ -27,6 +27,8 @@ REMOVED_SCHEMA = pa.schema(
         ("witness", pa.string()),
     ]
 )
+# Ascending by key; `more`: how many documents a kept one now stands for beside those it did.
+SIZES_SCHEMA = pa.schema([("key", pa.uint64()), ("more", pa.int64())])
 
 
 class Names:
@@ -91,13 +93,29 @@ def write_removed(
     write_table(table.sort_by("key").combine_chunks(), folder / REMOVED_TABLE)
 
 
+def write_sizes(folder: Path, docs: pa.Table, removed: np.ndarray, witness: np.ndarray) -> None:
+    """What `apply_removed` needs too. removed, witness: row numbers; each witness now stands for
+    what the removed document stood for."""
+    heads, number = np.unique(witness, return_inverse=True)
+    more = np.zeros(len(heads), np.int64)
+    np.add.at(more, number, docs["cluster_size"].to_numpy()[removed])
+    table = pa.table({"key": docs["key"].to_numpy()[heads], "more": more}, SIZES_SCHEMA)
+    write_table(table.sort_by("key").combine_chunks(), folder / SIZES_TABLE)
+
+
 def apply_removed(batch: pa.RecordBatch, folder: Path, step: str) -> Outcome:
+    """Takes out what was removed; the rest gets the label `cluster_size`."""
     table = read_table(folder / REMOVED_TABLE)
     rows, found = rows_with(table, batch)
     removals: list[Removal | None] = [None] * batch.num_rows
     for row, entry in zip(rows.tolist(), table.take(found).to_pylist(), strict=True):
         removals[row] = Removal(entry["reason"], entry["detail"], entry["witness"])
-    return split(batch, step, removals)
+    sizes = cluster_sizes(batch).to_numpy(zero_copy_only=False).copy()
+    larger = read_table(folder / SIZES_TABLE)
+    rows, found = rows_with(larger, batch)
+    sizes[rows] += larger["more"].to_numpy()[found]
+    labelled = with_column(batch, CLUSTER_SIZE, sizes.astype(np.int32), pa.int32())
+    return split(labelled, step, removals)
 
 
 def first_equals(digests: np.ndarray) -> np.ndarray:

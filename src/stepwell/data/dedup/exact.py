@@ -19,10 +19,11 @@ from stepwell.data.dedup.decision import (
     first_equals,
     ranked_documents,
     write_removed,
+    write_sizes,
     write_summary,
 )
-from stepwell.data.dedup.survivor import Rule, rank_columns, ranked
-from stepwell.data.steps import GlobalStep, Shard, read_batches
+from stepwell.data.dedup.survivor import SurvivorStep
+from stepwell.data.steps import Shard, read_batches
 from stepwell.types import Document, Dropped
 
 DIGEST_BYTES = 16
@@ -63,24 +64,23 @@ def exact_dedup(docs: Iterable[Document | Dropped]) -> Iterator[Document | Dropp
             yield doc
 
 
-class ExactDedup(GlobalStep):
+class ExactDedup(SurvivorStep):
     """Keeps one of the documents whose `normalise`d texts are equal, untouched; blank ones go too.
 
     survivor: rules in order, of which the first that tells two documents apart decides who stays;
-    `quality` is the label and `date` the key of meta that they read.
+    `quality` and `date` are the labels or keys of meta that they read.
+
+    Adds the label `cluster_size`: how many documents a kept one stands for.
     """
 
     kind: Literal["exact-dedup"] = "exact-dedup"
-    survivor: tuple[Rule, ...] = ("quality", "longest", "newest")
-    quality: str = "quality"
-    date: str = "date"
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
         texts = [normalise(text or "") for text in batch["text"].to_pylist()]
         digests = [content_digest(text) for text in texts]
         return {
             "content_digest": pa.array(digests, pa.binary(DIGEST_BYTES)),
-            **rank_columns(batch, self.survivor, self.quality, self.date),
+            **self.ranks(batch),
         }
 
     def decide(self, shards: Sequence[Shard], folder: Path) -> None:
@@ -98,7 +98,7 @@ class ExactDedup(GlobalStep):
             .view(np.uint64)
             .reshape(-1, 2)
         )
-        order = ranked(docs, self.survivor)
+        order = self.best_first(docs)
         first = order[first_equals(digests[order])]
         is_blank = (digests == np.frombuffer(content_digest(""), np.uint64)).all(axis=1)
         gone = (first != order) & ~is_blank[order]
@@ -111,6 +111,7 @@ class ExactDedup(GlobalStep):
             reason="exact_duplicate",
             blank=keys[is_blank],
         )
+        write_sizes(folder, docs, order[gone], first[gone])
         summary = {
             "num_docs": docs.num_rows,
             "num_removed": int(gone.sum()),

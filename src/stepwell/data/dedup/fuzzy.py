@@ -17,7 +17,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from stepwell.config import NonNegative, Positive
-from stepwell.data.batches import Outcome, with_column
+from stepwell.data.batches import Outcome
 from stepwell.data.dedup.clusters import KEPT, Clusters, Counts, star_clusters
 from stepwell.data.dedup.decision import (
     Names,
@@ -25,33 +25,31 @@ from stepwell.data.dedup.decision import (
     cluster_summary,
     first_equals,
     ranked_documents,
-    rows_with,
     write_removed,
+    write_sizes,
     write_summary,
 )
-from stepwell.data.dedup.index import index_schema, load_index, save_index
+from stepwell.data.dedup.index import check_target, free_name, index_schema, load_index, save_index
 from stepwell.data.dedup.minhash import buckets, num_slots, p_candidate, signatures
 from stepwell.data.dedup.shingles import set_digests, shingle_sets
 from stepwell.data.dedup.sketches import Sets, Sketches
-from stepwell.data.dedup.survivor import Rule, rank_columns, ranked
-from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
+from stepwell.data.dedup.survivor import SurvivorStep
+from stepwell.data.steps import Shard, read_batches
 
-SIZES_TABLE = "sizes.arrow"
 LEAST_P_CANDIDATE = 0.5
-# Ascending by key.
-SIZES_SCHEMA = pa.schema([("key", pa.uint64()), ("size", pa.int32())])
 
 
-class FuzzyDedup(GlobalStep):
+class FuzzyDedup(SurvivorStep):
     """threshold: the Jaccard similarity of shingle sets from which documents are duplicates.
     ngram: words of a shingle. bands, rows: a pair is looked at when all `rows` slots of one of
     `bands` bands agree, 1 - (1 - J^rows)^bands. bucket_cap: see `star_clusters`.
     survivor: rules in order, of which the first that tells two documents apart decides; `quality`
-    is the label and `date` the key of meta that they read.
+    and `date` are the labels or keys of meta that they read.
     against: folders of indexes whose documents stay, and before all others. save_index: where to
     leave an index of what stayed (without what it was compared against).
 
-    Adds the label `cluster_size`: how many documents a kept one stands for.
+    Adds the label `cluster_size`: how many documents a kept one stands for, with
+    those that the removed ones stood for.
     """
 
     kind: Literal["fuzzy-dedup"] = "fuzzy-dedup"
@@ -61,11 +59,23 @@ class FuzzyDedup(GlobalStep):
     rows: Positive = 6
     seed: NonNegative = 1
     bucket_cap: Positive = 16
-    survivor: tuple[Rule, ...] = ("quality", "longest", "newest")
-    quality: str = "quality"
-    date: str = "date"
     against: tuple[str, ...] = ()
     save_index: str | None = None
+
+    @model_validator(mode="after")
+    def _indexes_apart(self) -> FuzzyDedup:
+        if self.save_index is None:
+            return self
+        new = Path(self.save_index).resolve()
+        for path in self.against:
+            old = Path(path).resolve()
+            if new == old or new in old.parents or old in new.parents:
+                raise ValueError(
+                    f"save_index={self.save_index!r} would write over the index "
+                    f"against={path!r}, but holds only what is new; choose another folder, e.g. "
+                    f"{free_name(Path(path))!r}, and name both in the next `against`"
+                )
+        return self
 
     @model_validator(mode="after")
     def _rules(self) -> FuzzyDedup:
@@ -85,6 +95,12 @@ class FuzzyDedup(GlobalStep):
         slots = num_slots(self.bands, self.rows)
         return {"ngram": self.ngram, "seed": self.seed, "slots": slots}
 
+    def check(self) -> None:
+        for path in self.against:
+            load_index(path, self.made_with())
+        if self.save_index is not None:
+            check_target(self.save_index)
+
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
         slots = num_slots(self.bands, self.rows)
         sets = shingle_sets(batch["text"], self.ngram)
@@ -93,7 +109,7 @@ class FuzzyDedup(GlobalStep):
             "signature": pa.FixedSizeListArray.from_arrays(pa.array(signature_DS.ravel()), slots),
             "shingles": sets,
             "set_digest": set_digests(sets),
-            **rank_columns(batch, self.survivor, self.quality, self.date),
+            **self.ranks(batch),
         }
 
     def decide(self, shards: Sequence[Shard], folder: Path) -> None:
@@ -103,7 +119,7 @@ class FuzzyDedup(GlobalStep):
         sketches = Sketches([*known, *sketched])
         num_known = sum(batch.num_rows for batch in known)
         num_shingles = sketches.num_shingles
-        ranks = ranked(docs, self.survivor) + num_known
+        ranks = self.best_first(docs) + num_known
         ranks = ranks[num_shingles[ranks] > 0]
         verdict = self._verdict(sketches, np.concatenate([np.arange(num_known), ranks]), num_known)
         names = Names([name for batch in known for name in batch["name"].to_pylist()], docs)
@@ -117,7 +133,10 @@ class FuzzyDedup(GlobalStep):
             reason="fuzzy_duplicate",
             blank=keys[blank],
         )
-        _write_sizes(verdict, docs, num_known, folder)
+        own = verdict.witness >= num_known
+        write_sizes(
+            folder, docs, *(rows[own] - num_known for rows in (verdict.removed, verdict.witness))
+        )
         write_summary(folder, _summary(verdict, names, len(blank), docs.num_rows))
         if self.save_index is not None:
             kept = np.ones(len(sketches), bool)
@@ -126,13 +145,7 @@ class FuzzyDedup(GlobalStep):
             save_index(self.save_index, rows, self.made_with())
 
     def apply(self, batch: pa.RecordBatch, folder: Path) -> Outcome:
-        outcome = apply_removed(batch, folder, self.kind)
-        table = read_table(folder / SIZES_TABLE)
-        sizes = np.ones(outcome.kept.num_rows, np.int32)
-        rows, found = rows_with(table, outcome.kept)
-        sizes[rows] = table["size"].to_numpy()[found]
-        kept = with_column(outcome.kept, "cluster_size", pa.array(sizes), pa.int32())
-        return Outcome(kept, outcome.removed)
+        return apply_removed(batch, folder, self.kind)
 
     def _verdict(self, sketches: Sketches, order: np.ndarray, num_known: int) -> Verdict:
         """order: row numbers, best first; those of indexes lead it."""
@@ -178,15 +191,6 @@ def _unfold(
     gone = gone[order[gone] >= num_known]
     num_equal = int((first[gone] != gone).sum())
     return Verdict(order[gone], order[witness[gone]], similarity[gone], found.counts, num_equal)
-
-
-def _write_sizes(verdict: Verdict, docs: pa.Table, num_known: int, folder: Path) -> None:
-    """How many documents each kept one stands for, where it isn't one."""
-    heads, sizes = np.unique(verdict.witness, return_counts=True)
-    own = heads >= num_known
-    keys = docs["key"].to_numpy()[heads[own] - num_known]
-    table = pa.table({"key": keys, "size": (sizes[own] + 1).astype(np.int32)}, SIZES_SCHEMA)
-    write_table(table.sort_by("key").combine_chunks(), folder / SIZES_TABLE)
 
 
 def _summary(verdict: Verdict, names: Names, num_blank: int, num_docs: int) -> dict[str, Any]:

@@ -23,23 +23,27 @@ from stepwell.data.dedup.decision import (
     cluster_summary,
     ranked_documents,
     write_removed,
+    write_sizes,
     write_summary,
 )
 from stepwell.data.dedup.embed import WORDLLAMA, load_embedder
-from stepwell.data.dedup.survivor import Rule, rank_columns, ranked
-from stepwell.data.steps import GlobalStep, Shard, read_batches
+from stepwell.data.dedup.survivor import SurvivorStep
+from stepwell.data.steps import Shard, read_batches
+from stepwell.types import DataError
 
 SAMPLE_PER_CLUSTER = 256  # more doesn't move centroids (faiss draws as many)
 BLOCK_ROWS = 4096
 COMPARED_CHEAPLY = 1024
 
 
-class SemanticDedup(GlobalStep):
+class SemanticDedup(SurvivorStep):
     """threshold: the cosine from which documents say the same (with static vectors, two speeches
     of one genre reach .97). clusters: of k-means; none given: the square root of the number of
     documents, or so many that each has 1,024 of them, whichever is fewer. iterations: of k-means at
     most. embedder: `wordllama`, or a folder with static token vectors (`dedup.embed`).
     survivor: as in fuzzy-dedup: rules in order, then (source, id).
+
+    Adds the label `cluster_size`, as fuzzy-dedup does.
     """
 
     kind: Literal["semantic-dedup"] = "semantic-dedup"
@@ -48,23 +52,22 @@ class SemanticDedup(GlobalStep):
     iterations: Positive = 20
     seed: NonNegative = 1
     embedder: str = WORDLLAMA
-    survivor: tuple[Rule, ...] = ("quality", "longest", "newest")
-    quality: str = "quality"
-    date: str = "date"
+
+    def check(self) -> None:
+        load_embedder(self.embedder)
 
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
         rows = load_embedder(self.embedder).embed(texts_of(batch))
         vectors = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), rows.shape[1])
-        ranks = rank_columns(batch, self.survivor, self.quality, self.date)
-        return {"embedding": vectors, **ranks}
+        return {"embedding": vectors, **self.ranks(batch)}
 
     def decide(self, shards: Sequence[Shard], folder: Path) -> None:
         docs = ranked_documents(shards)
-        order = ranked(docs, self.survivor)
+        order = self.best_first(docs)
         file = folder / "vectors"
         vectors = _gather(shards, order, load_embedder(self.embedder).num_dimensions, file)
         used = np.flatnonzero(np.any(vectors, axis=1))
-        clusters = self.clusters or auto_clusters(len(used))
+        clusters = self._num_clusters(len(used))
         cluster = k_means(vectors, used, clusters, self.iterations, self.seed)
         witness, cosine = similar_documents(vectors, used, cluster, self.threshold)
         gone = np.flatnonzero(witness >= 0)
@@ -78,6 +81,7 @@ class SemanticDedup(GlobalStep):
             reason="semantic_duplicate",
             blank=np.empty(0, np.uint64),
         )
+        write_sizes(folder, docs, removed, kept)
         summary = {
             "num_docs": docs.num_rows,
             "num_removed": len(removed),
@@ -92,6 +96,17 @@ class SemanticDedup(GlobalStep):
 
     def apply(self, batch: pa.RecordBatch, folder: Path) -> Outcome:
         return apply_removed(batch, folder, self.kind)
+
+    def _num_clusters(self, num: int) -> int:
+        """num: of documents that have a vector."""
+        if self.clusters is None or not num:
+            return auto_clusters(num)
+        if self.clusters > num:
+            raise DataError(
+                f"semantic-dedup: clusters={self.clusters} is more than the {num} documents to "
+                f"group; set it to {num} or less, or leave it out, which makes {auto_clusters(num)}"
+            )
+        return self.clusters
 
 
 def auto_clusters(num: int) -> int:

@@ -57,6 +57,9 @@ class SubstringDedup(GlobalStep):
     max_bytes_at_once: Annotated[int, Field(strict=True, gt=0, lt=1 << 31)] = 1 << 26
     min_kept_characters: NonNegative = 50
 
+    def check(self) -> None:
+        import pydivsufsort  # noqa: F401  what `decide` needs
+
     def sketch(self, batch: pa.RecordBatch) -> Mapping[str, np.ndarray | pa.Array]:
         """anchor and place: hashes and byte positions of the anchors of a document."""
         offsets, data = text_bytes(batch)
@@ -253,8 +256,8 @@ def part_ends(sizes: np.ndarray, step: SubstringDedup) -> np.ndarray:
     bytes around its anchors (`sizes`: around each). Raises DataError where one anchor has more."""
     if (most := int(sizes.max())) > step.max_bytes_at_once:
         raise DataError(
-            f"substring-dedup: the copies of one sequence of {gram_size(step.min_bytes)} bytes "
-            f"have {most} bytes around them, above max_bytes_at_once = {step.max_bytes_at_once}; "
+            f"substring-dedup: one passage is repeated so often that its copies, with what stands "
+            f"around each, are {most} bytes, above max_bytes_at_once = {step.max_bytes_at_once}; "
             f"set it to {most} (at worst {most * WORST / 1e9:.1f} GB of memory), or let "
             "fuzzy-dedup or line-dedup go before"
         )
