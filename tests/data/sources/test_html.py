@@ -51,6 +51,14 @@ def test_white_space_is_as_browsers_show_it():
     assert "def f():\n    return  1" in doc.text
 
 
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_line_ends_of_any_system(end):
+    page = PAGE.replace("</article>", "<pre>def f():\n    return  1</pre></article>")
+    doc, other = (page_document("a", "web", p) for p in (page, page.replace("\n", end)))
+    assert isinstance(doc, Document)
+    assert doc == other
+
+
 def nested(depth: int) -> str:
     """A page of this depth, with html and body."""
     return f"<html><body>{'<div>' * (depth - 3)}{MAIN}{'</div>' * (depth - 3)}</body></html>"

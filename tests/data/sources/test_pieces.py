@@ -24,6 +24,7 @@ from stepwell.data.sources.pieces import (
 )
 from stepwell.data.sources.rows import lines
 from stepwell.data.sources.spec import SourceSpec
+from stepwell.data.sources.trees import source_tree
 from stepwell.types import DataError, Document, Dropped
 
 PROSE = "The boats lay still while the rain came in from the west."
@@ -304,3 +305,78 @@ def test_a_missing_library_is_named_before_anything_is_read(tmp_path, monkeypatc
         outcome(tmp_path)
     (tmp_path / "a.html").unlink()
     assert outcome(tmp_path) == [("b.txt", "b")]
+
+
+def curated(root: Path, finished: bool = True) -> Path:
+    write(
+        root,
+        {
+            "documents/part.jsonl": row("kept"),
+            "removed/part.jsonl": row("gone"),
+            "datasheet.html": f"<html><body><p>{PROSE}</p></body></html>",
+        }
+        | ({"curation.json": "{}"} if finished else {".work/plan.json": "{}"}),
+    )
+    return root
+
+
+def test_a_curated_folder_is_what_it_kept(tmp_path):
+    a = curated(tmp_path / "a")
+    curated(tmp_path / "b")
+    assert [text for _, text in outcome(a)] == ["kept"]
+    assert [text for _, text in outcome(f"{tmp_path}/*")] == ["kept", "kept"]
+    assert [text for _, text in outcome(a / "removed")] == ["gone"]
+    assert [text for _, text in outcome(f"{a}/removed/*.jsonl")] == ["gone"]
+
+
+def test_an_unfinished_curation_is_refused(tmp_path):
+    folder = curated(tmp_path / "a", finished=False)
+    for place in (folder, f"{tmp_path}/*"):
+        with pytest.raises(DataError, match="unfinished curation.*finish it first"):
+            outcome(place)
+    (folder / "curation.json").write_text("{}")  # between publishing and tidying up
+    assert [text for _, text in outcome(folder)] == ["kept"]
+
+
+@pytest.mark.parametrize("place", ["{}", "{}/**/*.jsonl"])
+def test_curated_folders_below_a_source_are_passed_over(tmp_path, place):
+    write(tmp_path, {"own.jsonl": row("own"), "more/own.jsonl": row("too")})
+    curated(tmp_path / "more" / "done")
+    curated(tmp_path / "begun", finished=False)
+    found = outcome(place.format(tmp_path))
+    assert sorted(text for _, text in found) == ["!curated_folder"] * 2 + ["own", "too"]
+    assert {name for name, text in found if "!" in text} == {"more/done", "begun"}
+
+
+def test_trees_of_code_pass_over_curated_folders_too(tmp_path):
+    write(tmp_path, {"a.py": "x = 1\n", "out/notes.py": "y = 2\n"})
+    curated(tmp_path / "out")
+    curated(tmp_path / "begun", finished=False)
+    found = list(source_tree(tmp_path))
+    assert [(i.id, getattr(i, "reason", "")) for i in found] == [
+        ("a.py", ""),
+        ("begun", "curated_folder"),
+        ("out", "curated_folder"),
+    ]
+    with pytest.raises(DataError, match="finish it first"):
+        list(source_tree(tmp_path / "begun"))
+
+
+def test_a_glob_of_curated_files_only(tmp_path):
+    curated(tmp_path / "a")
+    with pytest.raises(DataError, match="those of curated folders"):
+        outcome(f"{tmp_path}/*/*/*.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("one\r\ntwo\r\n", "one\ntwo\n"),
+        ("one\rtwo\r", "one\ntwo\n"),
+        ("10%\r99%\ndone\n", "10%\r99%\ndone\n"),
+        ("10%\r99%\r\n", "10%\r99%\n"),
+    ],
+)
+def test_line_ends_become_those_of_unix(tmp_path, content, text):
+    write(tmp_path, {"a.txt": content, "b.py": content, "c.jsonl": row(content)})
+    assert [text for _, text in outcome(tmp_path)] == [text, text, content]

@@ -103,3 +103,12 @@ def test_max_document_bytes(tmp_path, limit, found):
     assert reasons(read(tmp_path, plain, max_document_bytes=limit)) == found
     packed = record(gzip.compress(LONG.encode()), "text/plain", "Content-Encoding: gzip\r\n")
     assert reasons(read(tmp_path, packed, max_document_bytes=limit)) == found
+
+
+def test_line_ends_of_plain_text(tmp_path):
+    (item,) = read(tmp_path, record(f"{GOOD}\r\n{GOOD}\r".encode(), "text/plain"))
+    assert isinstance(item, Document)
+    assert item.text == f"{GOOD}\n{GOOD}\r"
+    (item,) = read(tmp_path, record(f"{GOOD}\r{GOOD}\r".encode(), "text/plain"))
+    assert isinstance(item, Document)
+    assert item.text == f"{GOOD}\n{GOOD}\n"

@@ -125,6 +125,8 @@ def parse_page(page: str) -> HtmlElement | None:
     import lxml.etree as etree
     from lxml import html
 
+    # Line ends as in the first step of parsing HTML (WHATWG, 13.2.3.5).
+    page = page.replace("\r\n", "\n").replace("\r", "\n")
     page = CONTROL.sub("", LONG_TAG.sub("", page))
     if not page.strip():
         return None

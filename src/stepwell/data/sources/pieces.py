@@ -23,7 +23,7 @@ from stepwell.data.sources.python_library import stdlib_code, stdlib_prose
 from stepwell.data.sources.rows import JSON_SUFFIXES, read_jsonl, rows
 from stepwell.data.sources.spec import MIB, Kind, Piece, SourceSpec
 from stepwell.data.sources.texts import CODE_SUFFIXES, TEXT_SUFFIXES, Item, read_text, unpacked_name
-from stepwell.data.sources.trees import walk
+from stepwell.data.sources.trees import about, check_finished, is_curated, is_unfinished, walk
 from stepwell.data.sources.warc import read_warc
 from stepwell.types import DataError, Document, Dropped, nearest
 
@@ -157,8 +157,6 @@ def _items(piece: Piece, spec: SourceSpec) -> Iterator[Item]:
 def _plan_path(place: str, kind: Kind, split: str | None) -> list[Piece]:
     if place in PYTHON_SOURCES and not os.path.lexists(place):
         return [Piece(place, place, place)]
-    if is_curated(place):
-        return _plan_folder(Path(place) / CURATED, kind, split)
     if os.path.isdir(place):
         return _plan_folder(Path(place), kind, split)
     if os.path.lexists(place):
@@ -174,19 +172,34 @@ def _plan_path(place: str, kind: Kind, split: str | None) -> list[Piece]:
     pieces: list[Piece] = []
     for path in found:
         name = shown_name(os.path.relpath(path, fixed))
+        ours = _curated_above(path, fixed)
         if os.path.isdir(path):
-            below = [] if "**" in place else _plan_folder(Path(path), kind, split)
+            below = [] if "**" in place or ours else _plan_folder(Path(path), kind, split)
             pieces += [replace(piece, name=f"{name}/{piece.name}") for piece in below]
         elif split in (None, "all") or split_of(name) == SPLITS.get(split, split):
-            pieces.append(_plan_file(path, name, kind))
-    if not pieces:
-        raise DataError(f"{place!r} matches no file{f' of split {split!r}' if split else ''}")
+            piece = _plan_file(path, name, kind) if ours is None else _drop_curated(ours, fixed)
+            pieces.append(piece)
+    if not any(piece.reason != "curated_folder" for piece in pieces):
+        raise DataError(
+            f"{place!r} matches no file{f' of split {split!r}' if split else ''}"
+            f"{' but those of curated folders; name such a folder itself' if pieces else ''}"
+        )
     return pieces
 
 
-def is_curated(place: str | Path) -> bool:
-    """Whether `stepwell curate` has made this folder."""
-    return os.path.isfile(os.path.join(place, "curation.json"))
+def _curated_above(path: str, fixed: str) -> str | None:
+    """The curated folder that a file found by a glob lies in, unless the glob begins in it."""
+    place = os.path.dirname(path)
+    while place and len(place) > len(fixed) and os.path.dirname(place) != place:
+        if is_curated(place) or is_unfinished(place):
+            return place
+        place = os.path.dirname(place)
+    return None
+
+
+def _drop_curated(folder: str, root: str | Path) -> Piece:
+    name = shown_name(os.path.relpath(folder, root))
+    return _drop(folder, name, "curated_folder", about(folder))
 
 
 def curated_documents(folder: str | Path, text_column: str = "text") -> Iterator[Item]:
@@ -203,11 +216,15 @@ def _fixed_part(pattern: str) -> str:
 
 
 def _plan_folder(root: Path, kind: Kind, split: str | None) -> list[Piece]:
+    check_finished(root)
+    root = root / CURATED if is_curated(root) else root
     faults: list[OSError] = []
+    curated: list[Path] = []
     pieces: list[Piece] = []
-    for path in walk(root, faults=faults):
+    for path in walk(root, faults=faults, curated=curated):
         name = shown_name(path.relative_to(root))
         pieces.append(_plan_entry(path, name, TAKES[kind]))
+    pieces += [_drop_curated(str(folder), root) for folder in curated]
     for fault in faults:
         name = shown_name(os.path.relpath(fault.filename, root))
         detail = f"the folder cannot be listed: {fault.strerror}"

@@ -63,7 +63,14 @@ def decoded(
         text = content[len(mark) :].decode(marked or encoding or "utf-8")
     except (UnicodeError, LookupError) as error:
         return Dropped(doc_id, source, "undecodable", str(error))
-    return checked(doc_id, text.replace("\r\n", "\n"), source, meta)
+    return checked(doc_id, unix_lines(text), source, meta)
+
+
+def unix_lines(text: str) -> str:
+    """Line ends of Windows become those of Unix, and so do lone carriage returns where there is no
+    other line end (as on Macs of before 2001); beside others they overwrite a line, and stay."""
+    text = text.replace("\r\n", "\n")
+    return text if "\n" in text else text.replace("\r", "\n")
 
 
 def declared_encoding(path: Path, content: bytes) -> str | None:

@@ -17,7 +17,7 @@ from stepwell.data.sources.opening import (
     without_magic,
 )
 from stepwell.data.sources.spec import MIB, Piece, SourceSpec
-from stepwell.data.sources.texts import Item, checked, text_codec
+from stepwell.data.sources.texts import Item, checked, text_codec, unix_lines
 from stepwell.types import Dropped
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _document(record: ArcWarcRecord, place: str, piece: Piece, spec: SourceSpec)
     page = decode_page(content, label)
     if mime in HTML_TYPES:
         return page_document(doc_id, spec.name, page, meta)
-    return checked(doc_id, page.replace("\r\n", "\n"), spec.name, meta)
+    return checked(doc_id, unix_lines(page), spec.name, meta)
 
 
 def _content(record: ArcWarcRecord, limit: int, piece: Piece) -> bytes | str | None:
