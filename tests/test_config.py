@@ -425,6 +425,14 @@ RULES = [
         {"data.sources.1.path": "b"},
     ),
     (
+        {
+            "data.sources": [{"path": "a", "max_epochs": 2.0}],
+            "data.stages": [{"start": 0.5, "sources": [{"path": "./a"}]}],
+        },
+        ["./a has max_epochs=2 in data.sources and no max_epochs in data.stages.0.sources"],
+        {"data.stages.0.sources.0.max_epochs": 2.0},
+    ),
+    (
         {"data.heldout": [{"path": "a", "max_epochs": 2.0}]},
         ["data.heldout: max_epochs=2.0", "leave it out"],
         {"data.heldout.0.max_epochs": "none"},

@@ -304,7 +304,24 @@ class DataConfig(Section):
                     f"{key} lists {twice} twice; list it once, with the sum of weights"
                 )
         self._check_stages()
+        self._check_caps()
         return self
+
+    def _check_caps(self) -> None:
+        """A cap is on what the whole run reads of a store, so the run must agree on it."""
+        caps: dict[str, tuple[str, float | None]] = {}
+        for key, sources in [
+            ("data.sources", self.sources),
+            *((f"data.stages.{i}.sources", stage.sources) for i, stage in enumerate(self.stages)),
+        ]:
+            for source in sources:
+                where, cap = caps.setdefault(os.path.abspath(source.path), (key, source.max_epochs))
+                if cap != source.max_epochs:
+                    raise ValueError(
+                        f"{source.path} has {cap_text(cap)} in {where} and "
+                        f"{cap_text(source.max_epochs)} in {key}, but a cap is on what the whole "
+                        "run reads of a store; write the same max_epochs in both (or in neither)"
+                    )
 
     def _check_stages(self) -> None:
         capped = next((s for s in self.heldout if s.max_epochs is not None), None)
@@ -330,6 +347,10 @@ class DataConfig(Section):
                 f"data.stages have starts {', '.join(map(str, starts))}, which must ascend; in "
                 f"order they are {', '.join(map(str, sorted(set(starts))))}"
             )
+
+
+def cap_text(max_epochs: float | None) -> str:
+    return "no max_epochs" if max_epochs is None else f"max_epochs={max_epochs:g}"
 
 
 def first_step(start: float, steps: int) -> int:

@@ -117,8 +117,13 @@ def test_sizes():
 
 def test_check_starts_nothing(tmp_path, capsys):
     folder = tmp_path / "run"
-    assert main(["pretrain", "quickstart-pretrain", "--check", "--dir", str(folder)]) == 0
-    assert "4,000,000 parameters" in capsys.readouterr().out
+    words = ["pretrain", "quickstart-pretrain", "--check", "--dir", str(folder)]
+    # The plan is shown, and then what a start would refuse.
+    assert main([*words, "--data.tokenizer", str(tmp_path / "nothing")]) == 3
+    shown = capsys.readouterr()
+    assert "4,000,000 parameters" in shown.out
+    assert f"no tokenizer at {tmp_path / 'nothing'}" in shown.err
+    assert main(["pretrain", "--check", "--dir", str(folder)]) == 0  # it names no data
     assert not folder.exists()
 
 

@@ -82,7 +82,7 @@ def test_the_best_rows_of_an_ascending_order_are_judged_too():
     ascending = {"data.order": "quality-ascending"}
     cosine = Run.parse({}, {**ascending, "optim.schedule.kind": "cosine"})
     (warning,) = low_rate_warnings(cosine)
-    assert "order='quality-ascending' puts the best data last" in warning
+    assert "order='quality-ascending' keeps the best of each epoch" in warning
     assert low_rate_warnings(Run.parse({}, {"optim.schedule.kind": "cosine"})) == []
     assert low_rate_warnings(Run.parse({}, {**ascending, "optim.schedule.kind": "constant"})) == []
 

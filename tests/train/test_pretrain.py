@@ -10,15 +10,16 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.data.curriculum import rows_given
-from stepwell.data.store import TokenStore
+from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.metrics import read_events, read_lines
 from stepwell.train.checkpoint import latest, read_state
-from stepwell.train.pretrain import open_stores, pretrain
+from stepwell.train.pretrain import open_data, open_stores, pretrain
 from stepwell.train.streams import stream_name
 from stepwell.types import ConfigError, DataError
 from tests import runs
@@ -169,7 +170,9 @@ def rows_read(folder: Path) -> dict[str, int]:
     last = latest(folder)
     assert last is not None
     extra = read_state(last)["extra"]
-    given = rows_given({k: v for k, v in extra.items() if k.startswith(("sources", "stages"))})
+    given = rows_given(
+        {k: v for k, v in extra.items() if k.startswith(("sources", "stages", "trunk"))}
+    )
     return {name: given.get(TokenStore.open(name).fingerprint, 0) for name in ("store", "best")}
 
 
@@ -326,3 +329,75 @@ def test_fresh_starts_over(world, capsys):
     assert main([*values, "--fresh", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps_done"] == 2
     assert [line["step"] for line in measured(world / "over")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"data.sources": '[{path = "gone"}]'}, "gone"),
+        ({"data.tokenizer": "gone"}, "no tokenizer at gone"),
+        ({"data.order": "quality-ascending"}, 'scores = "quality"'),
+        ({"data.sources": '[{path = "store", max_epochs = 0.1}]'}, "runs dry"),
+        ({"checkpoint.branch_from": "gone"}, "gone"),
+        ({"checkpoint.branch_from": "kept"}, "lies in the run's own folder"),
+    ],
+)
+def test_what_cannot_start_is_known_before_fresh_and_by_check(world, capsys, change, wrong):
+    values = settings("pretrain", "kept", **{"train.steps": 8})
+    assert main(words("pretrain", values)) == 0
+    assert main([*words("pretrain", values), "--check"]) == 0
+    for option in ("--fresh", "--check"):
+        assert main([*words("pretrain", {**values, **change}), option]) in (2, 3, 4)
+        assert wrong in capsys.readouterr().err
+    assert measured(world / "kept")[-1]["step"] == 8
+    assert latest("kept") is not None
+
+
+def test_one_store_under_two_paths_is_refused(world):
+    Path("linked").symlink_to("store")
+    both = '[{path = "store", max_epochs = 1.0}, {path = "linked", max_epochs = 1.0}]'
+    run = Run.parse({}, settings("pretrain", "twice", **{"data.sources": both}))
+    with pytest.raises(ConfigError, match="linked hold the same tokens"):
+        pretrain(run)
+    stage = '[{start = 0.5, sources = [{path = "linked"}]}]'
+    with pytest.raises(ConfigError, match=r"data\.stages\.0: the stores .*linked hold the same"):
+        pretrain(Run.parse({}, settings("pretrain", "twice", **{"data.stages": stage})))
+    assert not Path("twice").exists()
+
+
+def test_a_branch_within_a_stage_may_have_other_stages(world):
+    """What its trunk's stage has read still counts for the caps, also after the branch's stop."""
+    best = '[{start = 0.5, sources = [{path = "best"}]}]'
+    trunk = settings("pretrain", "staged", **{"train.steps": 8, "data.stages": best})
+    assert main(words("pretrain", trunk)) == 0
+    mixed = '[{start = 0.5, sources = [{path = "best"}, {path = "store"}]}]'
+    more = {"train.steps": 12, "data.stages": mixed, "checkpoint.every_steps": 1}
+    branch = {**trunk, **more, "dir": "restaged", "checkpoint.branch_from": "staged"}
+    killed(words("pretrain", branch), world, world / "log", world / "restaged", 2)
+    assert finish(words("pretrain", branch), world, world / "log")[0] == 0
+    assert rows_read(world / "restaged") == {"store": 16 + 8, "best": 16 + 8}
+    straight = {**branch, "dir": "restaged-straight"}
+    assert main(words("pretrain", straight)) == 0
+    assert measured(world / "restaged") == measured(world / "restaged-straight")
+    rows = (TokenStore.open("best").num_tokens - 1) // 32
+    capped = mixed.replace('"best"', f'"best", max_epochs = {16 / rows + 1e-6}')
+    capped = {**branch, "dir": "restaged-capped", "data.stages": capped}
+    assert main(words("pretrain", capped)) == 0
+    assert rows_read(world / "restaged-capped") == {"store": 16 + 16, "best": 16}
+
+
+@pytest.mark.parametrize(
+    ("epochs", "said"), [(0.4, "only the worst 40%"), (1.5, "last epoch reads only"), (1.0, "")]
+)
+def test_an_ascending_order_that_ends_within_an_epoch_is_warned_of(world, epochs, said):
+    folder = Path(f"scored-{epochs}")
+    with StoreWriter(folder, "f" * 64, 320, with_scores=True) as writer:
+        for number in range(100):
+            writer.add(np.arange(32), score=float(number))
+    steps = round(epochs * 25)
+    more = {"data.order": "quality-ascending", "train.steps": steps}
+    more["data.sources"] = f'[{{path = "{folder}"}}]'
+    run = Run.parse({}, settings("pretrain", f"asc-{epochs}", **more))
+    warnings = open_data(run).warnings
+    assert bool(warnings) == bool(said)
+    assert all(said in line and "the best are not read last" in line for line in warnings)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell.commands.header import header_text, plan_of
-from stepwell.commands.ranks import check, ranks_of
+from stepwell.commands.ranks import Ranks, check, ranks_of
 from stepwell.config import GRPO, SFT, Pretrain, Run
 from stepwell.launch import environ
 from stepwell.launch.local import FAILED_RANK_LOG, launch
@@ -23,7 +23,14 @@ from stepwell.launch.peers import watched
 from stepwell.launch.stopping import last_saved, what_is_saved
 from stepwell.schema import dotted_keys
 from stepwell.train.lock import LOCK, folder_lock
-from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, nearest
+from stepwell.types import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    Interrupted,
+    StepwellError,
+    nearest,
+)
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
@@ -309,12 +316,11 @@ def _command(method: str, argv: Sequence[str]) -> int:
     resolved = with_weights(run)
     check(resolved, ranks)
     if arguments.check:
-        plan = json.dumps(plan_of(resolved, ranks)) if arguments.as_json else None
-        print(plan or header_text(resolved, ranks))
-        return 0
+        return _check(resolved, ranks, arguments.as_json)
     is_main = os.environ.get("RANK", "0") == "0"
     # A launcher or Slurm that starts the same command again wants it to go on.
     if arguments.start == "fresh" and is_main and not environ.num_restarts(os.environ):
+        check_start(resolved)
         clear_folder(Path(run.dir))
     if arguments.start == "resume" and not any(Path(run.dir).glob("checkpoints/step-*")):
         raise CheckpointError(f"--resume: {run.dir} holds no checkpoint to go on from")
@@ -333,6 +339,61 @@ def _command(method: str, argv: Sequence[str]) -> int:
     if is_main:
         _print_result(resolved, num_steps, arguments.as_json)
     return 0
+
+
+def _check(run: Run, ranks: Ranks, as_json: bool) -> int:
+    """--check: the plan, then what the data say against it. Raises what a start would."""
+    found: list[str] = []
+    fault = None
+    try:
+        if run.data.sources or run.data.path:
+            found = check_start(run)
+    except StepwellError as error:
+        fault = error
+    if as_json:
+        plan = plan_of(run, ranks)
+        plan["warnings"] += found
+        print(json.dumps(plan | {"fault": None if fault is None else str(fault)}))
+    else:
+        print("\n".join([header_text(run, ranks), *(f"  warning: {line}" for line in found)]))
+    if fault is not None:
+        raise fault
+    return 0
+
+
+def check_start(run: Run) -> list[str]:
+    """Warnings about what a run would start from. Raises what the start itself would: for data,
+    tokenizer, weights or a trunk that are missing or don't fit, and for weights in the folder that
+    the run begins anew in."""
+    for key, place in (
+        ("model.init", run.model.init),
+        ("checkpoint.branch_from", run.checkpoint.branch_from),
+    ):
+        if place and Path(run.dir).resolve() in (
+            Path(place).resolve(),
+            *Path(place).resolve().parents,
+        ):
+            raise ConfigError(
+                f"{key}={place!r} lies in the run's own folder {run.dir}; choose another dir"
+            )
+    if run.checkpoint.branch_from is not None:
+        from stepwell.train.checkpoint import of_run_or_itself
+
+        of_run_or_itself(run.checkpoint.branch_from, "checkpoint.branch_from")
+    if run.method.kind == "pretrain":
+        from stepwell.train.pretrain import open_data
+
+        return open_data(run).warnings
+    tokenizer = _tokenizer(run)
+    if run.method.kind == "grpo":
+        _prompts(run, tokenizer)
+        return []
+    if run.data.path is None:
+        raise ConfigError("data.path is not set; sft needs a JSONL or Parquet file of chat rows")
+    for path in filter(None, (run.data.path, run.data.heldout_path)):
+        if not os.access(path, os.R_OK):
+            raise DataError(f"cannot read {path}: there is no such file, or it may not be read")
+    return []
 
 
 def check_options(arguments: Arguments) -> None:
@@ -381,7 +442,6 @@ def _sft(run: Run) -> int:
 
 
 def _grpo(run: Run) -> int:
-    from stepwell.eval.items import load_prompts
     from stepwell.posttrain.grpo import grpo
     from stepwell.posttrain.verifiers import find_verifier
     from stepwell.train.weights import require_model
@@ -389,15 +449,9 @@ def _grpo(run: Run) -> int:
     method = run.method
     assert isinstance(method, GRPO)
     verifier = find_verifier(method.verifier)
-    if run.data.path is None:
-        raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
     tokenizer = _tokenizer(run)
     require_model(run, None)
-    found, broken = load_prompts(run.data.path, tokenizer)
-    prompts = short_prompts(run, found)
-    dropped = dict(Counter(drop.reason for drop in broken))
-    if len(prompts) < len(found):
-        dropped["too_long"] = len(found) - len(prompts)
+    prompts, dropped = _prompts(run, tokenizer)
     if dropped and os.environ.get("RANK", "0") == "0":
         reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
         print(
@@ -405,6 +459,20 @@ def _grpo(run: Run) -> int:
             file=sys.stderr,
         )
     return grpo(run, prompts, verifier, tokenizer, dropped=dropped)
+
+
+def _prompts(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, int]]:
+    """The prompts of `data.path` that can be used, and how many of the others, by reason."""
+    from stepwell.eval.items import load_prompts
+
+    if run.data.path is None:
+        raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
+    found, broken = load_prompts(run.data.path, tokenizer)
+    prompts = short_prompts(run, found)
+    dropped = dict(Counter(drop.reason for drop in broken))
+    if len(prompts) < len(found):
+        dropped["too_long"] = len(found) - len(prompts)
+    return prompts, dropped
 
 
 def short_prompts(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -78,9 +78,12 @@ def check_supply(
     rows_per_step: int,
     states: Mapping[str, Any],
     step: int,
-) -> None:
-    """Raises ConfigError if the caps on epochs end the data before the run ends, whose steps from
-    `step` on go on from the streams' `states`."""
+) -> dict[str, float]:
+    """Rows of each store (by its fingerprint) that will have been read when the run ends, to within
+    a row a source; its steps from `step` on go on from the streams' `states`.
+
+    Raises ConfigError if the caps on epochs end the data before.
+    """
     given = rows_given(states)
     for span in found:
         num_steps = span.stop - max(span.first, step)
@@ -100,6 +103,7 @@ def check_supply(
                 f"{-(-missing // rows_per_step):,}"
             )
         take(supplies[span.name], given, needed)
+    return given
 
 
 def left(source: Supply, given: Mapping[str, float]) -> float:

@@ -55,6 +55,7 @@ def pretrain_stream(
     _check_share(rows_per_step, rank, world)
     if not stores:
         raise ConfigError("pretrain_stream needs at least one store")
+    origin = windows_origin(stores, seq_len, seed, order)
     weights = _normalised([weight for _, weight in stores])
     rows_of = [RowOrder(store, seq_len, order, seed) for store, _ in stores]
     first_id = np.cumsum([0, *(rows.num_rows for rows in rows_of[:-1])])
@@ -65,11 +66,6 @@ def pretrain_stream(
             stores, max_epochs or [None] * len(stores), seen, strict=True
         )
     ]
-    data = [
-        [store.fingerprint, store.num_tokens, weight]
-        for (store, _), weight in zip(stores, weights, strict=True)
-    ]
-    origin = {"kind": "windows", "seq_len": seq_len, "seed": seed, "data": data, "order": order}
     counts = _resume(state, origin, len(stores))
     since = [0] * len(stores)
     if state is not None:
@@ -91,6 +87,18 @@ def pretrain_stream(
             document_mask,
         )
         yield batch, {**origin, "counts": list(counts), "since": list(since), "caps": caps}
+
+
+def windows_origin(
+    stores: Sequence[tuple[TokenStore, float]], seq_len: int, seed: int, order: Order
+) -> State:
+    """What of a `pretrain_stream`'s state must be the same for it to go on."""
+    weights = _normalised([weight for _, weight in stores])
+    data = [
+        [store.fingerprint, store.num_tokens, weight]
+        for (store, _), weight in zip(stores, weights, strict=True)
+    ]
+    return {"kind": "windows", "seq_len": seq_len, "seed": seed, "data": data, "order": order}
 
 
 class RowOrder:

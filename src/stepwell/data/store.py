@@ -337,7 +337,8 @@ class TokenStore:
         if not self.with_scores:
             raise DataError(
                 f"the store {self.folder} has no scores of its documents; write it anew with them "
-                "(StoreWriter(..., with_scores=True)), or read it in another order"
+                '(scores = "quality" under [store] of a curation recipe, or StoreWriter(..., '
+                "with_scores=True)), or read it in another order"
             )
         return np.concatenate([scores.view(np.ndarray) for scores in self._scores])
 

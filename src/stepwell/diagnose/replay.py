@@ -30,6 +30,7 @@ from stepwell.train.session import MACHINE, OWN, join, machine
 from stepwell.train.streams import (
     Stream,
     batch_number,
+    branch_states,
     mixture,
     open_rows,
     open_windows,
@@ -253,4 +254,6 @@ class Feed:
             tokenizer = Tokenizer.load(run.data.tokenizer)
             store = TokenStore.open(self.folder / "data", tokenizer)
             return open_rows(run, mesh, store, self.states.get(name), tokenizer.pad_id)
-        return open_windows(run, mesh, name, open_stores(run, mixture(run, name)), self.states)
+        stores = open_stores(run, mixture(run, name))
+        states = branch_states(run, {name: stores}, self.states)
+        return open_windows(run, mesh, name, stores, states)

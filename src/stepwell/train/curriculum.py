@@ -83,8 +83,10 @@ def _shares(span: Span, schedule: ScheduleConfig, num_steps: int) -> Shares:
 
 def _warning(shares: Shares, num_steps: int) -> str:
     if shares.name.startswith("order"):
-        last = f"the last {shares.token_share:.0%} of the tokens"
-        what = f"data.{shares.name} puts the best data last, but {last} get"
+        what = (
+            f"data.{shares.name} keeps the best of each epoch for its end, but the last "
+            f"{shares.token_share:.0%} of the run's tokens get"
+        )
     else:
         steps = f"steps {shares.first + 1:,} to {shares.stop:,}"
         what = f"data.{shares.name} ({steps}, {shares.token_share:.1%} of the tokens) gets"

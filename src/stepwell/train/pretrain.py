@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from stepwell.config import Run, SourceConfig
+from stepwell.data.batch import Batch
 from stepwell.data.curriculum import streams_of
+from stepwell.data.loader import num_windows
 from stepwell.data.store import TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.session import open_session
-from stepwell.train.streams import check_epochs, open_windows, stream_name
+from stepwell.train.streams import (
+    ascending_warnings,
+    branch_states,
+    check_epochs,
+    check_paths,
+    open_windows,
+    stream_name,
+)
 from stepwell.train.weights import check_fingerprint
 from stepwell.types import ConfigError, DataError
 
@@ -26,33 +36,16 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
     Raises ConfigError without sources and for caps on epochs that end the data too soon, DataError
     for stores that don't fit each other, the tokenizer or the model.
     """
-    if not run.data.sources:
-        raise ConfigError("data.sources is empty; pretraining needs at least one token store")
     loss = cross_entropy(run.loss)
-    given = Tokenizer.load(run.data.tokenizer).fingerprint if run.data.tokenizer else None
-    stores = {
-        name: open_stores(run, sources, given) for name, sources in streams_of(run.data).items()
-    }
-    if run.checkpoint.branch_from is None:
-        check_epochs(run, stores, {}, 0)
-    heldout = None
-    if run.train.eval_every:
-        data = run.data
-        heldout = heldout_windows(
-            open_stores(run, data.heldout, given),
-            data.seq_len,
-            run.train.eval_rows,
-            data.document_mask,
-        )
-    first = stores["sources"][0][0]
-    fingerprint = first.manifest["tokenizer"]
-    if run.model.init is not None:
-        check_fingerprint(run.model.init, fingerprint, f"the store {first.folder}")
-    with open_session(run, weights, tokenizer=fingerprint) as session:
-        states, stream, current = dict(session.extra or {}), None, ""
+    data = open_data(run)
+    stores, heldout = data.stores, data.heldout
+    with open_session(run, weights, tokenizer=data.fingerprint) as session:
+        states, stream, current = branch_states(run, stores, session.extra or {}), None, ""
         start, mesh = session.engine.step, session.engine.mesh
         if run.checkpoint.branch_from is not None:
             check_epochs(run, stores, states, start)
+        for warning in data.warnings if start == 0 else []:
+            session.log.event("warning", 0, text=warning)
         session.pause()
         while not session.finished:
             name = stream_name(run, session.engine.step)
@@ -61,12 +54,59 @@ def pretrain(run: Run, weights: Iterable[tuple[str, Tensor]] | None = None) -> i
             batch, states[name] = session.draw(stream, name)
             info = session.step(batch, loss)
             if info.verdict.action == "rewind":
-                states, stream = dict(session.rewind() or {}), None
+                states, stream = branch_states(run, stores, session.rewind() or {}), None
                 continue
             if heldout is not None and session.evaluation_due:
                 session.record_evaluation(heldout_loss(session.engine, heldout))
             session.after_step(states)
         return session.engine.step - start
+
+
+class Data(NamedTuple):
+    """stores: of each stream, by its name. heldout: None where none is scored. fingerprint: of the
+    stores' tokenizer."""
+
+    stores: dict[str, list[tuple[TokenStore, float]]]
+    heldout: Batch | None
+    fingerprint: str
+    warnings: list[str]
+
+
+def open_data(run: Run) -> Data:
+    """All that a run reads, checked without starting it.
+
+    Raises ConfigError without sources, for a store under two paths and for caps on epochs that end
+    the data too soon (of a branch that is known only with its trunk); DataError for stores that are
+    missing, that don't fit each other, the tokenizer or the model, or have not the scores that the
+    order goes by.
+    """
+    if not run.data.sources:
+        raise ConfigError("data.sources is empty; pretraining needs at least one token store")
+    given = Tokenizer.load(run.data.tokenizer).fingerprint if run.data.tokenizer else None
+    stores = {
+        name: open_stores(run, sources, given) for name, sources in streams_of(run.data).items()
+    }
+    check_paths(stores)
+    for store, _ in [pair for mixture in stores.values() for pair in mixture]:
+        num_windows(store, run.data.seq_len)
+        if run.data.order == "quality-ascending":
+            store.doc_scores()
+    warnings: list[str] = []
+    if run.checkpoint.branch_from is None:
+        warnings = ascending_warnings(run, stores, check_epochs(run, stores, {}, 0))
+    heldout = None
+    if run.train.eval_every:
+        heldout = heldout_windows(
+            open_stores(run, run.data.heldout, given),
+            run.data.seq_len,
+            run.train.eval_rows,
+            run.data.document_mask,
+        )
+    first = stores["sources"][0][0]
+    fingerprint = first.manifest["tokenizer"]
+    if run.model.init is not None:
+        check_fingerprint(run.model.init, fingerprint, f"the store {first.folder}")
+    return Data(stores, heldout, fingerprint, warnings)
 
 
 def open_stores(
