@@ -93,7 +93,7 @@ PLAIN = ["langid", "gopher-quality", "gopher-repetition", "c4", "fineweb", "code
 @pytest.mark.parametrize("kind", PLAIN)
 def test_what_a_document_step_says_it_adds_is_what_it_adds(kind):
     batch = to_batch([Document(str(i), TEXT, "a") for i in range(3)], 0)
-    step = step_class(kind)()
+    step = step_class(kind).model_validate({"kind": kind})
     assert isinstance(step, DocumentStep)
     made = step(batch).kept.schema
     added = {made.field(i).name: made.field(i).type for i in range(len(SCHEMA), len(made))}

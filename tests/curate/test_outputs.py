@@ -5,6 +5,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from stepwell.curate import writing
 from stepwell.curate.executors.local import LocalExecutor
 from stepwell.curate.plan import make_plan
 from stepwell.curate.recipe import Recipe
@@ -134,7 +135,7 @@ def test_stores_by_a_label_and_with_scores(tmp_path):
     run(values, tmp_path / "out")
     languages = {row["language"] for row in corpus.rows(tmp_path / "out" / "documents")}
     stores = {p.name: TokenStore.open(p) for p in (tmp_path / "out" / "store" / "train").iterdir()}
-    assert set(stores) == {file_name(str(language)) for language in languages}
+    assert set(stores) == {file_name(language) for language in languages}
     scores = np.concatenate([store.doc_scores() for store in stores.values()])
     found = [row["language_score"] for row in corpus.rows(tmp_path / "out" / "documents")]
     known = [score for score in found if score is not None]
@@ -148,5 +149,68 @@ def test_a_label_that_no_step_adds_is_refused(tmp_path):
     store = {"vocab_size": 400, "by": "langage"}
     values = corpus.recipe(tmp_path / "raw", store=store)
     values["steps"] = [{"kind": "langid"}]
-    with pytest.raises(ConfigError, match=r"'langage' .*did you mean 'language'"):
+    with pytest.raises(ConfigError, match=r"'langage'.*did you mean 'language'"):
         run(values, tmp_path / "out")
+
+
+VALUES = ["a b", "a-b", "a/b", "none", None, "..", "", "x" * 300, "x" * 301, "\u00e9", 3]
+
+
+def test_every_value_has_a_folder_of_its_own():
+    names = [file_name(value) for value in VALUES]
+    assert len(set(names)) == len(VALUES)
+    assert names[1] == "a-b"
+    assert names[4] == "none"
+    assert file_name("en") == "en"
+    assert all(len(name.encode()) <= 255 and name.strip(".-") for name in names)
+    assert not any("/" in name for name in names)
+
+
+def test_sources_whose_names_look_alike_have_stores_of_their_own(tmp_path):
+    corpus.write(tmp_path / "raw")
+    values = corpus.recipe(tmp_path / "raw", store={"vocab_size": 300})
+    for source, name in zip(values["sources"], ["a b", "a/b"], strict=True):
+        source["name"] = name
+    run(values, tmp_path / "out")
+    stores = read_curation(tmp_path / "out")["stores"]
+    assert {store["value"]: store["docs"] for store in stores} == {"a b": 40, "a/b": 37}
+    page = (tmp_path / "out" / "datasheet.html").read_text()
+    assert all(f"{store['path']} ({store['value']})" in page for store in stores)
+
+
+def test_what_every_document_has_of_its_own_makes_no_stores(tmp_path, monkeypatch):
+    corpus.write(tmp_path / "raw")
+    store = {"vocab_size": 300, "by": "toxic_words"}
+    (tmp_path / "en.txt").write_text("river\n")
+    values = corpus.recipe(tmp_path / "raw", store=store)
+    values["steps"] = [{"kind": "toxic-words", "lists": str(tmp_path / "en.txt")}]
+    monkeypatch.setattr(writing, "MAX_STORES", 2)
+    with pytest.raises(ConfigError, match="'toxic_words' has more than 2 values"):
+        run(values, tmp_path / "out")
+    monkeypatch.setattr(writing, "MAX_STORES", 20)
+    run(values, tmp_path / "out")
+
+
+def test_an_inputs_own_value_under_a_labels_name_is_kept_beside_it(tmp_path):
+    (tmp_path / "raw").mkdir()
+    rows = [
+        {
+            "id": "1",
+            "text": "A sentence in plain English about the harbour. " * 3,
+            "language": "xx",
+        },
+        {"id": "2", "text": "The same language as it says, plain English. " * 3, "language": "en"},
+        {"id": "3", "text": "short", "language": "de"},
+    ]
+    (tmp_path / "raw" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {
+        "sources": [{"name": "a", "path": str(tmp_path / "raw" / "a.jsonl")}],
+        "steps": [{"kind": "langid"}],
+        "outputs": {"documents": "jsonl"},
+    }
+    run(values, tmp_path / "out")
+    lines = (tmp_path / "out" / "documents" / "part-00000.jsonl").read_text().splitlines()
+    metas = {row["id"]: row["meta"] for row in map(json.loads, lines)}
+    assert (metas["1"]["language"], metas["1"]["input_language"]) == ("en", "xx")
+    assert (metas["2"]["language"], metas["2"].get("input_language")) == ("en", None)
+    assert metas["3"] == {"input_language": "de"}

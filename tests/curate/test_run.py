@@ -1,7 +1,11 @@
 import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from stepwell.curate.executors import local
@@ -30,12 +34,12 @@ def test_every_record_is_kept_or_removed_with_its_reason(raw, tmp_path):
     kept, removed = corpus.result(tmp_path / "out")
     assert values["tally"]["read"] == {"a": 40, "b": 41}
     assert len(kept) + len(removed) == 81
-    # b7 is longer than what it repeats, so it stays and a6 goes.
+    # b7 repeats a6 with other white space, which doesn't count.
     sizes = {source: [len(t) for s, _, t in kept if s == source] for source in ("a", "b")}
-    assert values["kept"] == {"a": [39, sum(sizes["a"])], "b": [38, sum(sizes["b"])]}
+    assert values["kept"] == {"a": [40, sum(sizes["a"])], "b": [37, sum(sizes["b"])]}
     found = {(source, doc): (step, reason) for source, doc, step, reason, *_ in removed}
-    assert found["b", "b9"] == ("gopher-quality", "gopher_too_few_words")
-    assert found["b", "b3"] == found["a", "a6"] == ("exact-dedup", "exact_duplicate")
+    assert found["b", "b9"] == ("1. gopher-quality", "gopher_too_few_words")
+    assert found["b", "b3"] == found["b", "b7"] == ("2. exact-dedup", "exact_duplicate")
     assert ("read", "broken_json") in found.values()
     counted = {
         reason: docs
@@ -63,7 +67,7 @@ def test_a_step_is_about_its_sources_only(raw, tmp_path):
     run({**values, "batch_bytes": 900, "shard_bytes": 3000}, tmp_path / "out")
     kept, removed = corpus.result(tmp_path / "out")
     steps = {(source, step) for source, _, step, *_ in removed}
-    assert steps == {("a", "gopher-quality"), ("b", "read")}
+    assert steps == {("a", "1. gopher-quality"), ("b", "read")}
     assert {doc for source, doc, _ in kept if source == "b"} == {f"b{i}" for i in range(40)}
     assert read_curation(tmp_path / "out")["kept"]["b"][0] == 40
 
@@ -156,3 +160,77 @@ def test_progress_is_counted_in_bytes(raw, tmp_path):
 
 def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_steps_of_one_kind_are_told_apart(raw, tmp_path):
+    values = corpus.recipe(raw)
+    values["steps"] = [
+        {"kind": "gopher-quality"},
+        {"kind": "gopher-quality", "min_words": 115, "sources": ["b"]},
+    ]
+    run(values, tmp_path / "out")
+    removed = corpus.rows(tmp_path / "out" / "removed")
+    steps = {row["step"] for row in removed}
+    assert steps == {"read", "1. gopher-quality", "2. gopher-quality"}
+    tally = read_curation(tmp_path / "out")["tally"]["steps"]
+    for step in steps:
+        num_dropped = sum(tally[step]["dropped"].values())
+        assert num_dropped == sum(row["step"] == step for row in removed)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_read"),
+    [
+        (".", True),
+        ("*", True),
+        ("**/*.jsonl", True),
+        ("o*/d*/*.parquet", True),
+        ("*.jsonl", False),
+        ("*/*.jsonl", False),
+        ("out2/*.jsonl", False),
+    ],
+)
+def test_a_folder_that_is_read_holds_no_output(raw, monkeypatch, place, is_read):
+    monkeypatch.chdir(raw)
+    (raw / "out2").mkdir()
+    shutil.copy("a.jsonl", "out2")
+    if place == "o*/d*/*.parquet":
+        (raw / "out2" / "d").mkdir()
+        pq.write_table(pa.table({"text": [corpus.text(1)]}), "out2/d/x.parquet")
+    values = {"sources": [{"name": "s", "path": place}]}
+    if not is_read:
+        run(values, Path("out"))
+        return
+    with pytest.raises(ConfigError, match=r"out lies in .*, which source 's' reads"):
+        run(values, Path("out"))
+    run(values, raw.parent / "elsewhere")
+
+
+def test_fresh_removes_nothing_that_is_read(raw, tmp_path):
+    out = tmp_path / "out"
+    run(corpus.recipe(raw), out)
+    values = {"sources": [{"name": "s", "path": str(out / "documents" / "part-00000.parquet")}]}
+    with pytest.raises(ConfigError, match=r"source 's' reads .*lies in the output"):
+        run(values, out, fresh=True)
+    assert (out / "documents" / "part-00000.parquet").exists()
+
+
+def test_a_result_that_is_no_longer_whole_is_not_taken_for_one(raw, tmp_path):
+    out = tmp_path / "out"
+    values = corpus.recipe(raw)
+    values["steps"] = [{"kind": "fuzzy-dedup", "save_index": str(tmp_path / "index")}]
+    run(values, out)
+    assert run(values, out) == []
+    (out / "documents" / "part-00000.parquet").unlink()
+    with pytest.raises(DataError, match=r"documents/part-00000.parquet is gone .*add --fresh"):
+        run(values, out)
+    run(values, out, fresh=True)
+    shutil.rmtree(tmp_path / "index")
+    with pytest.raises(DataError, match="index/.* are gone or changed; add --fresh"):
+        run(values, out)
+    run(values, out, fresh=True)
+    assert (tmp_path / "index").is_dir()
+    with (out / "datasheet.html").open("a") as file:
+        file.write("more")
+    with pytest.raises(DataError, match="datasheet.html is gone or changed"):
+        run(values, out)

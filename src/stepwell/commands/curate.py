@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from stepwell.curate.run import Executor, Progress
 
 FILTERS = {"prose": ["gopher-quality"], "code": ["code-quality"], "none": []}
+LINES_EVERY_S = 30.0
+Clock = Callable[[], float]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 
 
@@ -69,30 +72,50 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options("curate", Curate, rest)
     recipe = recipe_of(options, overrides)
     if options.executor == "slurm":
-        from stepwell.curate.executors.slurm import write_scripts
-
-        print(write_scripts(recipe, Path(options.out), options.workers))
-        return 0
+        if options.workers is not None and options.workers < 1:
+            raise ConfigError(few_workers(options.workers))
+        return queued(recipe, Path(options.out), options)
     executor = executor_of(options.executor, options.workers, options.ray_address)
     return run(recipe, Path(options.out), executor, options.fresh, options.json)
 
 
-def run(recipe: Recipe, out: Path, executor: Executor, fresh: bool, as_json: bool) -> int:
-    """Curates, with a progress bar on a terminal, and prints what became of the documents."""
-    from stepwell.curate.plan import make_plan
-    from stepwell.curate.run import curate, read_curation
+def queued(recipe: Recipe, out: Path, options: Curate) -> int:
+    """Writes Slurm's scripts, and says how to queue them."""
+    from stepwell.curate.executors.slurm import write_scripts
 
-    plan = make_plan(recipe)
+    script = write_scripts(recipe, out, options.workers, options.fresh)
+    if script is None:
+        return print_result(out, options.json)
+    text = f"written; queue it with: {script}"
+    print(json.dumps({"out": str(out), "submit": str(script)}) if options.json else text)
+    return 0
+
+
+def run(recipe: Recipe, out: Path, executor: Executor, fresh: bool, as_json: bool) -> int:
+    """Curates, with a progress bar on a terminal and lines elsewhere, and prints what became of the
+    documents."""
+    from stepwell.curate.plan import make_plan
+    from stepwell.curate.run import WORK, curate
+
     try:
+        plan = make_plan(recipe)
         with ended_by_sigterm(), closing(curate(plan, out, executor, fresh)) as progress:
             shown(progress)
     except KeyboardInterrupt:
+        # Whoever presses Ctrl-C twice is still told how to go on.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        begun = f"{out} holds what was finished" if (out / WORK).exists() else "nothing was begun"
         print(
-            f"stepwell: interrupted; {out} holds what was finished, and the same command goes on "
-            "from there",
+            f"stepwell: interrupted; {begun}, and the same command goes on from there",
             file=sys.stderr,
         )
         return 130
+    return print_result(out, as_json)
+
+
+def print_result(out: Path, as_json: bool) -> int:
+    from stepwell.curate.run import read_curation
+
     values = read_curation(out)
     values["out"] = str(out)
     print(json.dumps(values) if as_json else report_text(values, out))
@@ -115,7 +138,7 @@ def _interrupt(*_: object) -> None:
 
 def executor_of(name: str, workers: int | None, ray_address: str | None = None) -> Executor:
     if workers is not None and workers < 1:
-        raise ConfigError(f"--workers {workers} must be at least 1, the nearest legal value")
+        raise ConfigError(few_workers(workers))
     if name == "ray":
         from stepwell.curate.executors.ray import RayExecutor
 
@@ -123,6 +146,10 @@ def executor_of(name: str, workers: int | None, ray_address: str | None = None) 
     from stepwell.curate.executors.local import LocalExecutor
 
     return LocalExecutor(workers or len(os.sched_getaffinity(0)))
+
+
+def few_workers(workers: int) -> str:
+    return f"--workers {workers} must be at least 1, the nearest legal value"
 
 
 def recipe_of(options: Curate, overrides: dict[str, Any]) -> Recipe:
@@ -165,10 +192,14 @@ def recipe_for(
 
 
 def source_names(inputs: Sequence[str]) -> list[str]:
-    """The stem of each input, numbered where two have the same."""
+    """The stem of each input (of a glob, its last folder without wildcards), numbered where two
+    have the same."""
     names: list[str] = []
     for text in inputs:
-        stem = Path(text).name.split(".")[0] or Path(text).absolute().name or "input"
+        path = Path(text)
+        if glob.has_magic(text) and not path.exists():
+            path = next(p for p in path.absolute().parents if not glob.has_magic(str(p)))
+        stem = path.name.split(".")[0] or path.absolute().name or "input"
         same = sum(name == stem or name.startswith(f"{stem}-") for name in names)
         names.append(f"{stem}-{same + 1}" if same else stem)
     return names
@@ -219,8 +250,8 @@ def shown(progress: Iterator[Progress]) -> None:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        for _ in progress:
-            pass
+        for line in progress_lines(progress):
+            print(line, file=sys.stderr, flush=True)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -243,6 +274,29 @@ def shown(progress: Iterator[Progress]) -> None:
             row, begin, first = rows[step.part]
             rate = rate_text(step.done_bytes - first, time.monotonic() - begin)
             bars.update(row, completed=done, tasks=f"{step.done}/{step.total}", rate=rate)
+
+
+def progress_lines(
+    progress: Iterable[Progress], every_s: float = LINES_EVERY_S, clock: Clock = time.monotonic
+) -> Iterator[str]:
+    """A line when a part begins and when it ends, and between them at most one in every_s."""
+    part, begin, last, first = "", 0.0, 0.0, 0
+    for step in progress:
+        now = clock()
+        begins = step.part != part
+        if begins:
+            part, begin, last, first = step.part, now, now, step.done_bytes
+        tasks = f"{step.done} of {counted(step.total, 'task')}"
+        if step.done == step.total:
+            rate = rate_text(step.done_bytes - first, now - begin)
+            end = f", {rate}" if rate else ""
+            yield f"stepwell: {part}: done, {tasks}, {now - begin:.1f} s{end}"
+        elif begins:
+            yield f"stepwell: {part}: {tasks} done"
+        elif now - last >= every_s:
+            last = now
+            rate = rate_text(step.done_bytes - first, now - begin)
+            yield f"stepwell: {part}: {tasks} done, {now - begin:.0f} s, {rate}"
 
 
 def rate_text(num_bytes: int, seconds: float) -> str:

@@ -230,8 +230,8 @@ def histogram(values: np.ndarray, log: bool = False) -> dict[str, Any]:
     return {"rows": rows, "quantiles": quantiles}
 
 
-def store_tables(folder: Path) -> list[dict[str, Any]]:
-    """What is in each token store below `folder`."""
+def store_tables(folder: Path, values: Mapping[str, str | int | None]) -> list[dict[str, Any]]:
+    """What is in each token store below `folder`; values: what `store.by` is there, by place."""
     rows = []
     for manifest in sorted(folder.glob("*/*/manifest.json")):
         store = TokenStore.open(manifest.parent)
@@ -240,6 +240,7 @@ def store_tables(folder: Path) -> list[dict[str, Any]]:
                 "path": manifest.parent.relative_to(folder.parent).as_posix(),
                 "part": manifest.parent.parent.name,
                 "name": manifest.parent.name,
+                "value": values[manifest.parent.relative_to(folder).as_posix()],
                 "docs": store.num_docs,
                 "tokens": store.num_tokens,
             }

@@ -18,6 +18,7 @@ from stepwell.curate.datasheet import label_tables, render, store_tables
 from stepwell.curate.folders import decision_folder, shards_of, stage_folder
 from stepwell.curate.plan import Plan, read_json
 from stepwell.curate.tally import count_cpu
+from stepwell.curate.tasks import step_name
 from stepwell.curate.writing import DOCUMENTS, HELDOUT, PLACES, TOKENIZER, TRAIN
 from stepwell.data.batches import pc
 from stepwell.data.decontam.index import open_index
@@ -34,24 +35,29 @@ DATASHEET = "datasheet.html"
 REMOVED_ROWS = 256
 
 
-def publish(plan: Plan, work: Path, out: Path, counts: dict[str, Any]) -> None:
-    """Writes the result beside the work folder; each part appears whole. `counts` gets "stores" and
-    "contamination"."""
+def publish(plan: Plan, work: Path, out: Path, counts: dict[str, Any]) -> Iterator[str]:
+    """Writes the result beside the work folder, and yields what it begins with; each part appears
+    whole. `counts` gets "stores" and "contamination"."""
     final = work / "final"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
     begin = time.process_time()
     plan.recipe.save(final / "recipe.toml")
+    yield "documents"
     take_documents(plan, work, final / DOCUMENTS)
+    yield "removed and edits"
     gather(plan, work, "removed", final / REMOVED_FOLDER)
     gather(plan, work, "edits", final / EDITS_FOLDER)
+    values: dict[str, str | int | None] = {}
     if plan.recipe.store is not None:
-        put_stores(plan, work, final / STORE)
+        yield "stores"
+        values = put_stores(plan, work, final / STORE)
         export_stores(final / STORE, plan.recipe.outputs.formats)
+    yield "datasheet"
     counts["contamination"] = reports = contamination(plan, work)
     for number, report in enumerate(reports):
         write_report(report, final / f"contamination{number or ''}.json")
-    counts["stores"] = store_tables(final / STORE)
+    counts["stores"] = store_tables(final / STORE, values)
     labels = label_tables(kept_batches(plan, work))
     count_cpu(counts["tally"], "publish", time.process_time() - begin)
     (final / DATASHEET).write_text(render(counts, labels, out), "utf-8")
@@ -84,11 +90,11 @@ def written(plan: Plan, work: Path) -> list[Path]:
 def contamination(plan: Plan, work: Path) -> list[dict[str, Any]]:
     """What each decontamination found, in what it removed and in what it let pass."""
     reports: list[dict[str, Any]] = []
-    for step in plan.recipe.steps:
+    for number, step in enumerate(plan.recipe.steps):
         if isinstance(step, Decontaminate):
             index = open_index(step.index)
             removed = (
-                batch.filter(pc.equal(batch["step"], step.kind))
+                batch.filter(pc.equal(batch["step"], step_name(number, step)))
                 for path in task_files(plan, work, "removed")
                 for batch in pq.ParquetFile(path).iter_batches(batch_size=REMOVED_ROWS)
             )
@@ -123,16 +129,19 @@ def gather(plan: Plan, work: Path, name: str, folder: Path) -> None:
                 file.write_batch(batch)
 
 
-def put_stores(plan: Plan, work: Path, folder: Path) -> None:
-    """folder/train/VALUE (and folder/heldout/VALUE) for each value of the column `store.by`."""
+def put_stores(plan: Plan, work: Path, folder: Path) -> dict[str, str | int | None]:
+    """folder/train/VALUE (and folder/heldout/VALUE) for each value of the column `store.by`.
+    Returns the value of each such place."""
     assert plan.recipe.store is not None
     made = decision_folder(work, len(plan.stages) - 1) / TOKENIZER
     shutil.copytree(made, folder / TOKENIZER)
     tokenizer = Tokenizer.load(made)
     with_scores = plan.recipe.store.scores is not None
     files: dict[str, list[tuple[Path, int]]] = {}
+    values: dict[str, str | int | None] = {}
     for task in written(plan, work):
-        for i, place in enumerate(read_json(task / PLACES)):
+        for i, (place, value) in enumerate(read_json(task / PLACES)):
+            values[place] = value
             files.setdefault(place, []).append((task, i))
     for place, parts in sorted(files.items()):
         with StoreWriter(
@@ -140,6 +149,7 @@ def put_stores(plan: Plan, work: Path, folder: Path) -> None:
         ) as writer:
             for task, i in parts:
                 _add_documents(writer, task, i)
+    return values
 
 
 def _add_documents(writer: StoreWriter, task: Path, number: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -74,13 +74,11 @@ def curate(
             yield from _stage(plan, work, stage.number, executor)
         check_sums(summary(plan, work))
         yield from _tasks(plan, work, len(plan.stages), executor)
-        yield Progress("publishing", 0, 1)
         counts = summary(plan, work)
-        publish(plan, work, out, counts)
+        yield from _begun_and_done(publish(plan, work, out, counts))
         counts["files"] = result_files(plan, out)
         write_json(out / CURATION, counts)
         shutil.rmtree(work)
-        yield Progress("publishing", 1, 1)
 
 
 def is_finished(plan: Plan, out: Path, fresh: bool = False) -> bool:
@@ -105,7 +103,7 @@ def result_files(plan: Plan, out: Path) -> dict[str, int]:
     parts = [p for p in sorted(out.iterdir()) if p.name not in (WORK, LOCK)]
     paths = [p for part in parts for p in (part, *sorted(part.rglob("*"))) if p.is_file()]
     files = {p.relative_to(out).as_posix(): p.stat().st_size for p in paths}
-    saved = [Path(s.save_index) for s in plan.recipe.steps if getattr(s, "save_index", None)]
+    saved = [Path(path) for s in plan.recipe.steps if (path := getattr(s, "save_index", None))]
     others = [p.absolute() for folder in saved for p in sorted(folder.rglob("*")) if p.is_file()]
     return files | {str(p): p.stat().st_size for p in others}
 
@@ -120,12 +118,13 @@ def check_folder(plan: Plan, out: Path, fresh: bool) -> None:
     blocked = next((p for p in (out, *out.parents) if p.exists() and not p.is_dir()), None)
     if blocked is not None:
         raise DataError(f"cannot write {out}: {blocked} is a file; choose another name")
-    check_apart(plan, out)
     if not out.exists():
+        check_apart(plan, out)
         return
     ours = (out / CURATION, out / WORK)
     if any(out.iterdir()) and not any(path.exists() for path in ours):
         raise ConfigError(f"{out} exists already and is no curation; choose another name")
+    check_apart(plan, out)
     if (out / CURATION).exists() and not fresh:
         was = read_curation(out)["fingerprint"]
         if changed := differences(was, plan.to_dict()["fingerprint"]):
@@ -265,6 +264,17 @@ def _tasks(plan: Plan, work: Path, stage: int, executor: Executor) -> Iterator[P
     for number in executor.run(work, stage, numbers):
         done, done_bytes = done + 1, done_bytes + sizes[number]
         yield Progress(part, done, len(sizes), done_bytes, sum(sizes))
+
+
+def _begun_and_done(names: Iterable[str]) -> Iterator[Progress]:
+    """names: of what is done before the next one comes."""
+    last = ""
+    for name in names:
+        if last:
+            yield Progress(last, 1, 1)
+        last = f"publishing {name}"
+        yield Progress(last, 0, 1)
+    yield Progress(last, 1, 1)
 
 
 def _part(plan: Plan, stage: int) -> str:

@@ -50,6 +50,7 @@ from stepwell.data.batches import (
     removed_batch,
     text_bytes,
     to_batch,
+    with_column,
 )
 from stepwell.data.sources.pieces import PYTHON_SOURCES, read_piece
 from stepwell.data.sources.spec import Piece, SourceSpec
@@ -242,6 +243,7 @@ def _carried(stage: Stage, work: Path, path: Path, tally: Tally) -> Iterator[Beg
     name = step_name(number, step)
     for batch in read_batches(path):
         outcome = _timed(tally, name, batch, lambda b: step.apply(b, folder), str(path))
+        outcome = numbered(outcome, name)
         count_step(tally, name, batch, outcome.kept, outcome.removed, outcome.edits)
         rest = next(rests) if rests is not None else None
         kept = outcome.kept if rest is None else merged(outcome.kept, rest)
@@ -278,9 +280,19 @@ def _counted(
     """The step on those documents that it is about; the others pass."""
     mine, rest = parted(batch, step.sources)
     name = step_name(number, step)
-    outcome = _timed(tally, name, mine, step, place)
+    outcome = numbered(_timed(tally, name, mine, step, place), name)
     count_step(tally, name, mine, outcome.kept, outcome.removed, outcome.edits)
     return Outcome(merged(outcome.kept, rest), outcome.removed, outcome.edits)
+
+
+def numbered(outcome: Outcome, name: str) -> Outcome:
+    """With the step's name in the recipe, which tells two steps of one kind apart."""
+    removed, edits = (_with_step(rows, name) for rows in (outcome.removed, outcome.edits))
+    return Outcome(outcome.kept, removed, edits)
+
+
+def _with_step(rows: pa.RecordBatch, name: str) -> pa.RecordBatch:
+    return with_column(rows, "step", [name] * rows.num_rows, pa.string()) if rows.num_rows else rows
 
 
 def _timed(

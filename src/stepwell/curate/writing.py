@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 DOCUMENTS, TOKENIZER, SCORES, PLACES = "documents", "tokenizer", "scores.json", "places.json"
 TRAIN, HELDOUT = "train", "heldout"
+# Of documents whose label has no value.
+NO_VALUE = "none"
+NAME_CHARACTERS = 48
+MAX_STORES = 1000
 # Text that is encoded at once: an encoding takes some 100 bytes a token.
 ENCODE_BYTES = 1 << 20
 
@@ -39,6 +43,7 @@ def prepare(spec: StoreSpec, shards: Sequence[Path], folder: Path) -> None:
     Raises ConfigError for a column that isn't there."""
     for column in (spec.by, *([spec.scores] if spec.scores else [])):
         _check_column(column, shards)
+    check_values(spec.by, shards)
     tokenizer = (
         Tokenizer.load(spec.tokenizer)
         if spec.tokenizer is not None
@@ -47,6 +52,18 @@ def prepare(spec: StoreSpec, shards: Sequence[Path], folder: Path) -> None:
     tokenizer.save(folder / TOKENIZER)
     lowest = min_of(spec.scores, shards) if spec.scores else 0.0
     write_json(folder / SCORES, {"lowest": lowest})
+
+
+def check_values(column: str, shards: Sequence[Path]) -> None:
+    """Raises ConfigError where stores would be too many."""
+    values: set[Any] = set()
+    for batch in (batch for path in shards for batch in read_batches(path)):
+        values |= set(batch[column].unique().to_pylist())
+        if len(values) > MAX_STORES:
+            raise ConfigError(
+                f"store.by = {column!r} has more than {MAX_STORES:,} values, and each would be a "
+                "store; take a label with fewer, such as a bucket, or 'source'"
+            )
 
 
 def training_texts(spec: StoreSpec, shards: Sequence[Path]) -> Iterator[str]:
@@ -94,13 +111,15 @@ def write_tokens(spec: StoreSpec, path: Path, decision: Path, folder: Path) -> N
     dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
     rows: dict[str, list[np.ndarray]] = {}
     scores: dict[str, list[float]] = {}
+    value_of: dict[str, str | int | None] = {}
     for batch in (part for whole in read_batches(path) for part in portions(whole)):
         held = chosen_rows(batch, spec.heldout)
-        names = [file_name(str(value)) for value in batch[spec.by].to_pylist()]
-        marks = batch[spec.scores].to_pylist() if spec.scores else [None] * len(names)
+        values = batch[spec.by].to_pylist()
+        marks = batch[spec.scores].to_pylist() if spec.scores else [None] * len(values)
         ids_of_docs = tokenizer.encode_batch(texts_of(batch), special=False)
-        for ids, name, score, is_held in zip(ids_of_docs, names, marks, held, strict=True):
-            place = f"{HELDOUT if is_held else TRAIN}/{name}"
+        for ids, value, score, is_held in zip(ids_of_docs, values, marks, held, strict=True):
+            place = f"{HELDOUT if is_held else TRAIN}/{file_name(value)}"
+            value_of[place] = value
             rows.setdefault(place, []).append(_with_ends(ids, tokenizer, dtype))
             if spec.scores:
                 scores.setdefault(place, []).append(lowest if score is None else score)
@@ -109,7 +128,7 @@ def write_tokens(spec: StoreSpec, path: Path, decision: Path, folder: Path) -> N
         np.save(folder / f"lengths-{i}.npy", np.array([*map(len, arrays)], np.int64))
         if spec.scores:
             np.save(folder / f"scores-{i}.npy", np.array(scores[place]))
-    write_json(folder / PLACES, list(rows))
+    write_json(folder / PLACES, [[place, value_of[place]] for place in rows])
 
 
 def portions(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -130,10 +149,17 @@ def chosen_rows(batch: pa.RecordBatch, share: float, salt: str = "") -> list[boo
     return [_fraction(f"{salt}{source}/{doc_id}") < share for source, doc_id in pairs]
 
 
-def file_name(value: str) -> str:
-    """A label's value as the name of a folder."""
-    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in value)
-    return plain if plain.strip(".-") else "none"
+def file_name(value: str | int | None) -> str:
+    """A label's value as the name of a folder: as it is where it can be, else with what tells it
+    from other values of that name."""
+    if value is None:
+        return NO_VALUE
+    text = str(value)
+    plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in text)[:NAME_CHARACTERS]
+    if plain == text and plain.strip(".-") and plain != NO_VALUE:
+        return plain
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{plain.strip('.-') or 'value'}-{digest}"
 
 
 def min_of(column: str, shards: Sequence[Path]) -> float:

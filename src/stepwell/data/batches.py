@@ -97,13 +97,24 @@ def to_batch(docs: Sequence[Document], first_key: int) -> pa.RecordBatch:
 
 
 def documents(batch: pa.RecordBatch) -> Iterator[Document]:
-    """The batch's documents; labels join their meta."""
+    """The batch's documents; labels join their meta. What the input has under a label's name stays
+    beside another value of the label, as `input_NAME`."""
     labels = batch.schema.names[len(SCHEMA) :]
     for row in batch.to_pylist():
-        meta = json.loads(row["meta"]) | {
-            name: row[name] for name in labels if row[name] is not None
-        }
+        meta = json.loads(row["meta"])
+        for name in labels:
+            _join(meta, name, row[name])
         yield Document(row["id"], row["text"], row["source"], meta)
+
+
+def _join(meta: dict[str, Any], name: str, value: Any) -> None:
+    if name in meta and meta[name] != value:
+        own = f"input_{name}"
+        while own in meta:
+            own = f"input_{own}"
+        meta[own] = meta.pop(name)
+    if value is not None:
+        meta[name] = value
 
 
 def removed_batch(items: Iterable[Dropped], step: str) -> pa.RecordBatch:
