@@ -9,14 +9,14 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.data.batches import to_batch
+from stepwell.data.decontam.benchmarks import Item, Keys, keys_of
 from stepwell.data.decontam.index import open_index
 from stepwell.data.decontam.report import contamination_report, write_report
 from stepwell.data.decontam.step import Decontaminate
 from stepwell.eval.contamination import (
-    Identity,
     dirty_items,
-    find_benchmark,
-    identity_of,
+    find_items,
+    keys_of_file,
     read_contamination,
     split_scores,
 )
@@ -93,7 +93,7 @@ def test_clean_and_dirty_counts(world, capsys):
     found = evaluated(world, capsys, "--contamination", str(world / "report"))
     for kind, name in (("choices", "village"), ("prompts", "open")):
         parts = found[kind]["contamination"]
-        assert (parts["benchmark"], parts["on"], parts["in"]) == (name, "question", "all")
+        assert (parts["benchmarks"], parts["on"], parts["in"]) == ([name], "question", "all")
         assert [parts[p]["items"] for p in ("all", "clean", "dirty")] == [8, 5, 3]
         assert parts["only_in_removed"] == 0
         assert parts["all"]["accuracy"] == pytest.approx(found[kind]["accuracy"])
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused(world, tmp_path, capsys):
     other.write_text((world / "village.jsonl").read_text().replace("lake", "sea"))
     command = ["eval", str(world / "run"), "--choices", str(other), "--contamination"]
     assert main([*command, str(world / "report")]) == 3
-    assert "no benchmark with the items of village; it has village, open" in capsys.readouterr().err
+    assert "none of the 8 items of" in capsys.readouterr().err
     assert main([*command, str(tmp_path)]) == 3
     assert "give a contamination.json" in capsys.readouterr().err
 
@@ -155,17 +155,47 @@ def test_reports_of_other_kinds(tmp_path):
             read_contamination(path)
 
 
-def row(name: str, sha256: str, own_ids: bool) -> dict:
-    return {"name": name, "sha256": sha256, "own_ids": own_ids}
+def report_of(*sets: list[str], leaked: str = "") -> dict:
+    """Benchmarks a, b, ... with these questions, of which those with `leaked` leaked."""
+    rows = []
+    for name, questions in zip("abc", sets, strict=False):
+        keys = [keys_of(Item("", q, ("x", "y"))) for q in questions]
+        items = {
+            str(i): {"number": i, "part": "question", "kept": 1}
+            for i, q in enumerate(questions)
+            if leaked and leaked in q
+        }
+        rows.append(
+            {
+                "name": name,
+                "keys": "".join(k.whole for k in keys),
+                "question_keys": "".join(k.question for k in keys),
+                "items": items,
+            }
+        )
+    return {"benchmarks": rows}
 
 
-def test_a_benchmark_is_known_by_its_file_or_by_its_own_ids():
-    report = {"benchmarks": [row("a", "1", True), row("b", "2", False), row("c", "3", True)]}
-    assert find_benchmark(report, Identity("a", "2", True))["name"] == "b"
-    assert find_benchmark(report, Identity("c", "9", True))["name"] == "c"
-    for wanted in (Identity("c", "9", False), Identity("b", "9", True), Identity("d", "9", True)):
-        with pytest.raises(DataError, match="it has a, b, c"):
-            find_benchmark(report, wanted)
+def wanted(*questions: str, choices: tuple[str, ...] = ("x", "y")) -> dict[str, Keys]:
+    return {f"n{i}": keys_of(Item("", q, choices)) for i, q in enumerate(questions)}
+
+
+def test_items_are_known_by_their_text():
+    report = report_of(["one?", "two?"], ["three?", "four 3 + 4?"], leaked="two")
+    known = find_items(report, wanted("TWO?", " three?\n", "four 3 - 4?"), "set")
+    assert known.places == {"n0": (0, 1), "n1": (1, 0)}
+    assert known.names == ("a", "b")
+    assert dirty_items(report, known) == {"n0"}
+    with pytest.raises(DataError, match="none of the 1 items of set; it has a, b"):
+        find_items(report, wanted("five?"), "set")
+
+
+def test_a_question_without_the_choices_is_known_where_it_is_asked_once():
+    report = report_of(["one?", "two?", "two?"])
+    assert find_items(report, wanted("one?", "two?", choices=()), "set").places == {"n0": (0, 0)}
+    assert find_items(report, wanted("one?", choices=("x", "z")), "set").places == {"n0": (0, 0)}
+    with pytest.raises(DataError, match="none of the 1 items"):
+        find_items(report, wanted("two?", choices=("x", "z")), "set")
 
 
 def test_ids_are_those_of_the_index(tmp_path):
@@ -174,30 +204,74 @@ def test_ids_are_those_of_the_index(tmp_path):
     lines = [json.dumps(items[0]), "", "{broken", json.dumps({"context": 1}), json.dumps(items[1])]
     path.write_text("\n".join(lines) + "\n")
     assert [item.id for item in load_choices(path)[0]] == ["1", "5"]
-    assert not identity_of(path).own_ids
+    assert list(keys_of_file(path)) == ["1", "5"]
     path.write_text("\n".join(json.dumps({**x, "id": f"n{i}"}) for i, x in enumerate(items)))
     assert [item.id for item in load_choices(path)[0]] == ["n0", "n1", "n2"]
-    assert identity_of(path).own_ids
+    assert list(keys_of_file(path)) == ["n0", "n1", "n2"]
 
 
 def test_dirty_by_part_and_place():
-    items = {
-        "1": {"part": "question+answer", "kept": 1},
-        "2": {"part": "question", "kept": 0},
-        "3": {"part": "passage", "kept": 2},
+    report = report_of(["one?", "two?", "three?", "four?"])
+    report["benchmarks"][0]["items"] = {
+        "a": {"number": 0, "part": "question+answer", "kept": 1},
+        "b": {"number": 1, "part": "question", "kept": 0},
+        "c": {"number": 2, "part": "passage", "kept": 2},
     }
-    assert dirty_items({"items": items}) == {"1", "2"}
-    assert dirty_items({"items": items}, "question+answer") == {"1"}
-    assert dirty_items({"items": items}, "any") == {"1", "2", "3"}
-    assert dirty_items({"items": items}, "any", "kept") == {"1", "3"}
+    known = find_items(report, wanted("one?", "two?", "three?", "four?"), "set")
+    assert dirty_items(report, known) == {"n0", "n1"}
+    assert dirty_items(report, known, "question+answer") == {"n0"}
+    assert dirty_items(report, known, "any") == {"n0", "n1", "n2"}
+    assert dirty_items(report, known, "any", "kept") == {"n0", "n2"}
 
 
 def test_split_scores():
-    parts = split_scores([1.0, 0.0, None, 1.0], ["a", "b", "c", "d"], {"b", "c"})
-    assert parts["all"]["accuracy"] == pytest.approx(2 / 3)
+    values, ids = [1.0, 0.0, None, 1.0, 0.0], ["a", "b", "c", "d", "e"]
+    parts = split_scores(values, ids, {"a", "b", "c", "d"}, {"b", "c"})
+    assert (parts["all"]["accuracy"], parts["all"]["items"]) == (0.5, 4)
     assert (parts["clean"]["accuracy"], parts["clean"]["items"]) == (1.0, 2)
     assert (parts["dirty"]["accuracy"], parts["dirty"]["items"]) == (0.0, 1)
-    assert split_scores([1.0], ["a"], set())["dirty"] == {
+    assert (parts["unknown"]["accuracy"], parts["unknown"]["items"]) == (0.0, 1)
+    assert split_scores([1.0], ["a"], {"a"}, set())["dirty"] == {
         "accuracy": None, "interval": None, "items": 0,
     }  # fmt: skip
     assert not math.isnan(parts["all"]["interval"][0])
+
+
+def test_another_name_and_other_ids_are_the_same_items(world, tmp_path, capsys):
+    """Reordered, renamed, with ids of their own and two new items: each is what its text says."""
+    rows = [json.loads(line) for line in (world / "village.jsonl").read_text().splitlines()]
+    extra = [{**rows[0], "context": question(thing)} for thing in ("ropes", "stones")]
+    # Had an id stood for the item, "2" and "4" would be the leaked bridges and drums.
+    renamed = [{**row, "id": str(i)} for i, row in enumerate([*extra, *rows[::-1]])]
+    path = tmp_path / "village.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in renamed))
+    command = ["eval", str(world / "run"), "--choices", str(path)]
+    assert main([*command, "--contamination", str(world / "report"), "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)[str(path)]["contamination"]
+    counts = [parts[p]["items"] for p in ("all", "clean", "dirty", "unknown")]
+    assert counts == [10, 5, 3, 2]
+    assert main([*command, "--contamination", str(world / "report")]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("  unknown: ")
+    assert last.endswith("the report has no item with the text of 2 of 10 items")
+    found = keys_of_file(path)
+    expected = [t for t in THINGS[::-1] if t in ("bridges", "drums", "hammers")]
+    report = read_contamination(world / "report")
+    dirty = dirty_items(report, find_items(report, found, "x"))
+    assert [THINGS[::-1][int(i) - 2] for i in sorted(dirty, key=int)] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "x", "--contamination", "r"], "--contamination r does nothing without"),
+        (["--choices", "x", "--contaminated-in", "kept"], "does nothing without --contamination"),
+        (["--choices", "x", "--contaminated-on", "any"], "does nothing without --contamination"),
+        (["--choices", "x", "--samples", "2"], "--samples 2 does nothing without --prompts"),
+        (["--choices", "x", "--verifier", "gym:x"], "does nothing without --prompts"),
+        (["--prompts", "x", "--normalise", "none"], "does nothing without --choices"),
+    ],
+)
+def test_an_option_that_does_nothing_is_refused(capsys, words, message):
+    assert main(["eval", "nowhere", *words]) == 2
+    assert message in capsys.readouterr().err

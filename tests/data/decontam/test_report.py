@@ -5,7 +5,7 @@ import pytest
 from tests.data.decontam.test_scan import ITEMS, PASSAGE, QUESTION
 
 from stepwell.data.batches import Removal, split, to_batch
-from stepwell.data.decontam.benchmarks import Benchmark, Item
+from stepwell.data.decontam.benchmarks import Benchmark, Item, keys_of
 from stepwell.data.decontam.index import build_index, open_index
 from stepwell.data.decontam.report import (
     contamination_report,
@@ -46,12 +46,15 @@ def test_what_leaked_and_where(folder):
     assert report["documents"] == {"removed": 4, "kept": 1}
     assert report["rule"] == {"name": "tulu3", "min_share": 0.5}
     one, two = report["benchmarks"]
-    assert (one["name"], one["sha256"], one["own_ids"], one["num_items"]) == ("set", "sha", True, 5)
+    assert (one["name"], one["sha256"], one["num_items"]) == ("set", "sha", 5)
+    keys = [keys_of(item) for item in ITEMS]
+    assert one["keys"] == "".join(key.whole for key in keys)
+    assert one["question_keys"] == "".join(key.question for key in keys)
     assert one["leaked"] == {"question+answer": 1, "question": 0, "answer": 0, "passage": 1}
     assert one["share"] == 1 / 5
     assert one["items"] == {
-        "q": {"part": "question+answer", "share": 1.0, "removed": 3, "kept": 0},
-        "p": {"part": "passage", "share": 1.0, "removed": 1, "kept": 1},
+        "q": {"number": 0, "part": "question+answer", "share": 1.0, "removed": 3, "kept": 0},
+        "p": {"number": 1, "part": "passage", "share": 1.0, "removed": 1, "kept": 1},
     }
     assert one["sources"] == {"web": 2, "wiki": 2}
     assert two["leaked"]["question"] == 1

@@ -6,6 +6,7 @@ from stepwell.data.decontam.rules import (
     covered_words,
     gpt3_length,
     is_found,
+    own_words,
     share_of_ngrams,
     share_of_spans,
     share_of_words,
@@ -32,9 +33,31 @@ def test_gpt3_chooses_the_5th_percentile_within_8_to_13():
 def test_shares():
     """Two 3-grams that overlap in one word cover five of ten words; they are 2 of 8."""
     assert covered_words([1, 3], 10, 3).tolist() == [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
-    assert share_of_words([1, 3, 3], 10, 3) == 0.5
-    assert share_of_ngrams([1, 3, 3], 10, 3) == 0.25
-    assert share_of_words([], 10, 3) == 0
+    none = np.zeros(10, bool)
+    assert share_of_words([1, 3, 3], own_words(none, 3), 3) == 0.5
+    assert share_of_ngrams([1, 3, 3], none, 3) == 0.25
+    assert share_of_words([], own_words(none, 3), 3) == 0
+
+
+def test_what_is_a_template_alone_does_not_count():
+    """The first five of the eight 3-grams are the template's: the last five words are left."""
+    shared = np.arange(10) < 5
+    own = own_words(shared, 3)
+    assert own.tolist() == [False] * 5 + [True] * 5
+    assert share_of_words([7], own, 3) == 0.6
+    assert share_of_ngrams([7], shared, 3) == 1 / 3
+    text = words(count(0, 10))
+    assert share_of_spans([(7, 0)], text, words(count(7, 10)), own, 3) == 0.6
+    assert own_words(np.ones(10, bool), 3).sum() == 0
+    whole = words(count(0, 20))
+    shared = np.arange(20) < 9
+    for name in ("tulu3", "ngram-share", "llama3"):
+        found = [
+            is_found(RULES[name], whole, words(part), 8, shared=shared)
+            for part in (count(0, 15), count(9, 20))
+        ]
+        assert found == [False, True]
+        assert is_found(RULES[name], whole, words(count(0, 19)), 8)
 
 
 def test_a_span_may_differ_in_four_words():
@@ -42,7 +65,7 @@ def test_a_span_may_differ_in_four_words():
     text = words(count(0, 20))
 
     def share(other: str) -> float:
-        return share_of_spans([(0, 0)], text, words(other), 10)
+        return share_of_spans([(0, 0)], text, words(other), np.ones(20, bool), 10)
 
     skips = [f"w{i}" if i not in (11, 12, 14, 16) else f"x{i}" for i in range(20)]
     assert share(" ".join(skips)) == 1.0

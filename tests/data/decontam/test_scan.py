@@ -103,7 +103,7 @@ WORDS = st.lists(st.sampled_from([f"w{i}" for i in range(12)]), min_size=0, max_
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(questions=st.lists(WORDS, min_size=1, max_size=4), documents=st.lists(WORDS, max_size=5))
+@given(questions=st.lists(WORDS, min_size=1, max_size=8), documents=st.lists(WORDS, max_size=5))
 def test_an_index_agrees_with_the_rules(tmp_path_factory, questions, documents):
     """For every rule, text and document: found over the index exactly when `is_found` says so."""
     # Parts of the questions, so that there is something to be found.
@@ -119,7 +119,13 @@ def test_an_index_agrees_with_the_rules(tmp_path_factory, questions, documents):
             expected = {
                 int(index.items_T[t])
                 for t in range(len(index.items_T))
-                if is_found(rule, index.words_of(t), hash_words([text]).hashes, n)
+                if is_found(
+                    rule,
+                    index.words_of(t),
+                    hash_words([text]).hashes,
+                    n,
+                    shared=index.shared_of(rule, t),
+                )
             }
             assert {h.item for h in hits} == expected
 
@@ -178,3 +184,50 @@ def test_texts_of_a_batch_don_t_flow_into_each_other(index):
     assert found == [[], []]
     assert find_hits([], index, RULES["tulu3"]) == []
     assert np.all(index.parts_T <= Part.FOLLOWED_BY_CHOICES)
+
+
+SCENE = (
+    "For which of these two scenes does the main character who tells of it in the first person do "
+    "something that is clearly wrong by the ordinary standards of a town? Scene one: {} "
+    "Scene two: {}"
+)
+SCENES = [
+    f"I brought my {a} {b} to the {c} {d} because it was {e} and nobody there had seen one before."
+    for a, b, c, d, e in zip(
+        ("red", "old", "new", "tame", "best", "last"),
+        ("drum", "goat", "lamp", "cart", "coat", "book"),
+        ("town", "lake", "hill", "yard", "barn", "fair"),
+        ("square", "shore", "top", "wall", "door", "stall"),
+        ("late", "warm", "dark", "cold", "wet", "dry"),
+        strict=True,
+    )
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_item_does_not_condemn_others_of_its_template(tmp_path, rule):
+    items = tuple(
+        Item(str(i), SCENE.format(one, " ".join(reversed(one.split()))))
+        for i, one in enumerate(SCENES)
+    )
+    build_index([Benchmark("scenes", "sha", True, items)], tmp_path / "i")
+    index = open_index(tmp_path / "i")
+    for i, item in enumerate(items):
+        wrapped = "\r\n".join(textwrap.wrap(f"Once more. {item.question} And so on.", 40))
+        assert parts(index, wrapped.upper(), rule) == {str(i): "question"}
+    assert parts(index, SCENE, rule) == {}
+    # Without others beside it, it is no template.
+    build_index([Benchmark("scenes", "sha", True, items[:1])], tmp_path / "j")
+    assert parts(open_index(tmp_path / "j"), SCENE, "gpt3") == {"0": "question"}
+
+
+def test_a_short_question_of_a_template_needs_only_its_own_words(tmp_path):
+    items = tuple(
+        Item(str(i), "Which of the following statements is true", (f"a {x} b {x}", f"c{x} d e {x}"))
+        for i, x in enumerate(("p", "q", "r", "s", "t"))
+    )
+    build_index([Benchmark("set", "sha", True, items)], tmp_path / "i")
+    index = open_index(tmp_path / "i")
+    for i, item in enumerate(items):
+        text = f"{item.question}? A. {item.choices[0]} B. {item.choices[1]}"
+        assert parts(index, text) == {str(i): "question"}

@@ -3,13 +3,16 @@ the columns that published sets use."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from stepwell.data.files import file_sha256
 from stepwell.data.sources.rows import Record, records
 from stepwell.types import DataError, Dropped
 
@@ -96,9 +99,27 @@ def item_ids(rows: Sequence[Record]) -> tuple[list[str], bool]:
     return [row.id.rpartition(":")[2] for row in rows], False
 
 
-def file_sha256(path: str | Path) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+KEY_CHARACTERS = 8
+
+
+class Keys(NamedTuple):
+    """What an item is known by, whatever its file and its id: 48 bits in base64 of its question
+    (behind its passage) with its choices, and of that without. Case and white space don't count,
+    punctuation does: 3 + 4 is another question than 3 - 4."""
+
+    whole: str
+    question: str
+
+
+def keys_of(item: Item) -> Keys:
+    question = [item.passage, item.question]
+    return Keys(_key([*question, *item.choices]), _key(question))
+
+
+def _key(texts: Iterable[str]) -> str:
+    plain = [" ".join(unicodedata.normalize("NFKC", text).casefold().split()) for text in texts]
+    content = "\0".join(plain).encode("utf-8", "surrogatepass")
+    return base64.b64encode(hashlib.sha256(content).digest())[:KEY_CHARACTERS].decode()
 
 
 def make_item(item_id: str, row: Mapping[str, Any]) -> Item | None:

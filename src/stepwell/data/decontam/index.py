@@ -1,7 +1,7 @@
 """A saved index of benchmarks: hashes of n-grams, sorted, and the texts that they come from.
 
-A folder of numpy arrays and `manifest.json`; arrays are memory-mapped, so that processes share
-them. `T` texts (the parts of all items), `G` n-grams of a table.
+A folder of numpy arrays, lists in JSON, and `manifest.json`; arrays are memory-mapped, so that
+processes share them. `T` texts (the parts of all items), `G` n-grams of a table.
 """
 
 from __future__ import annotations
@@ -18,17 +18,24 @@ from typing import Any
 import numpy as np
 
 from stepwell.data import word_hashes
-from stepwell.data.decontam.benchmarks import Benchmark
-from stepwell.data.decontam.rules import GPT3_LENGTHS, RULES, Rule, gpt3_length, telling
+from stepwell.data.decontam.benchmarks import Benchmark, Item, Keys, keys_of
+from stepwell.data.decontam.rules import (
+    GPT3_LENGTHS,
+    MAX_HOLDERS,
+    RULES,
+    Rule,
+    gpt3_length,
+    telling,
+)
 from stepwell.data.decontam.texts import MIN_WORDS, ItemText, Part, answer_window, texts_of_items
-from stepwell.data.files import new_folder
+from stepwell.data.files import file_sha256, new_folder
 from stepwell.data.word_hashes import Words, hash_words, ngrams
 from stepwell.types import DataError
 
-VERSION = 1
+VERSION = 2
 FORMAT = "stepwell contamination index"
 TABLES = tuple(dict.fromkeys(rule.table for rule in RULES.values()))
-TABLE_COLUMNS = ("grams", "owners", "places")
+TABLE_COLUMNS = ("grams", "owners", "places", "shared")
 TEXT_COLUMNS = ("items", "parts", "leads", "bounds", "hashes", "windows", "benchmarks")
 SLOTS_PER_GRAM = 16
 
@@ -36,12 +43,15 @@ SLOTS_PER_GRAM = 16
 @dataclass(frozen=True)
 class Table:
     """lengths: of the n-grams in it. grams_G: uint64, sorted. owners_G, places_G: uint32, the text
-    and the first word in it. slots: bool, True wherever the high bits of some gram point."""
+    and the first word in it. shared: bool, for each word of all texts whether the n-gram that
+    begins there is left out because it is a template's. slots: bool, True wherever the high bits of
+    some gram point."""
 
     lengths: tuple[int, ...]
     grams_G: np.ndarray
     owners_G: np.ndarray
     places_G: np.ndarray
+    shared: np.ndarray
 
     @cached_property
     def slots(self) -> np.ndarray:
@@ -67,10 +77,12 @@ class Table:
 class Index:
     """items_T, parts_T: the item and the Part that a text is. leads_T: `ItemText.lead`. bounds_T1:
     text t is the words hashes[bounds[t]:bounds[t + 1]]. windows_I: for each item, where its answer
-    may stand. benchmarks_I: the benchmark of each item, and item_ids their ids, both in order."""
+    may stand. benchmarks_I: the benchmark of each item, and item_ids and item_keys their ids and
+    keys, all in order."""
 
     manifest: Mapping[str, Any]
     item_ids: Sequence[str]
+    item_keys: Sequence[Keys]
     items_T: np.ndarray
     parts_T: np.ndarray
     leads_T: np.ndarray
@@ -87,6 +99,10 @@ class Index:
 
     def words_of(self, text: int) -> np.ndarray:
         return self.hashes[self.bounds_T1[text] : self.bounds_T1[text + 1]]
+
+    def shared_of(self, rule: Rule, text: int) -> np.ndarray:
+        """For each word of a text: `Table.shared`."""
+        return self.tables[rule.table].shared[self.bounds_T1[text] : self.bounds_T1[text + 1]]
 
     def length_of(self, rule: Rule, text: int) -> int:
         """The rule's n for a text, or all of its words where it has fewer."""
@@ -136,11 +152,12 @@ def build_index(benchmarks: Sequence[Benchmark], folder: str | Path) -> None:
     asks_T = _is_question(parts_T)
     np.maximum.at(longest_I, items_T[asks_T], lengths_T[asks_T])
     gpt3 = [gpt3_length(longest_I[benchmarks_I == b].tolist()) for b in range(len(benchmarks))]
+    holders_T = _holders(texts)
     tables = {}
     for name in TABLES:
         n_T = np.array(gpt3)[benchmarks_I[items_T]] if name == "gpt3" else int(name)
         n_T = np.minimum(n_T, lengths_T)
-        columns = _table(words, n_T)
+        columns = _table(words, n_T, holders_T, benchmarks_I[items_T])
         arrays |= {f"{name}-{column}": columns[column] for column in TABLE_COLUMNS}
         tables[name] = np.unique(n_T[n_T >= MIN_WORDS]).tolist()
     rows = [
@@ -155,15 +172,46 @@ def build_index(benchmarks: Sequence[Benchmark], folder: str | Path) -> None:
         }
         for b, benchmark in enumerate(benchmarks)
     ]
-    _write(Path(folder), rows, tables, arrays, [item.id for _, item in items])
+    lists = {
+        "ids": [item.id for _, item in items],
+        "keys": [keys_of(item) for _, item in items],
+        "texts": [_shown(item) for _, item in items],
+    }
+    _write(Path(folder), rows, tables, arrays, lists)
+
+
+def _shown(item: Item) -> str:
+    """For people."""
+    parts = (item.passage, item.question, *item.choices)
+    return "\n".join(part.strip() for part in parts if part.strip())
+
+
+def item_text(folder: str | Path, name: str) -> str | None:
+    """What the item `benchmark/id` of an index asks, with its passage and choices. None where the
+    index has no such item; raises DataError as `open_index` does."""
+    index = open_index(folder)
+    numbers = [i for i in range(len(index.item_ids)) if index.name_of(i) == name]
+    if not numbers:
+        return None
+    return _read_list(Path(folder), "texts")[numbers[0]]
+
+
+def _holders(texts: Sequence[tuple[int, ItemText]]) -> np.ndarray:
+    """Who holds each text: the first item that has it, word for word. Several questions on one
+    passage hold it as one."""
+    first: dict[str, int] = {}
+    return np.array([first.setdefault(text.text, item) for item, text in texts], np.int64)
 
 
 def _is_question(parts: np.ndarray) -> np.ndarray:
     return (parts != Part.ANSWER) & (parts != Part.PASSAGE)
 
 
-def _table(words: Words, n_T: np.ndarray) -> dict[str, np.ndarray]:
-    """The n-grams of each text, n_T words long; none of a text of fewer than MIN_WORDS."""
+def _table(
+    words: Words, n_T: np.ndarray, holders_T: np.ndarray, benchmarks_T: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The n-grams of each text, n_T words long; none of a text of fewer than MIN_WORDS, and none
+    that more than MAX_HOLDERS items of its benchmark hold."""
     text_of_word = np.repeat(np.arange(len(n_T)), np.diff(words.bounds))
     parts = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
     for n in np.unique(n_T[n_T >= MIN_WORDS]).tolist():
@@ -173,12 +221,32 @@ def _table(words: Words, n_T: np.ndarray) -> dict[str, np.ndarray]:
     grams = np.concatenate([g for g, _ in parts])
     places = np.concatenate([p for _, p in parts])
     order = np.argsort(grams, kind="stable")
-    owners = text_of_word[places[order]]
+    grams, places = grams[order], places[order]
+    owners = text_of_word[places]
+    is_shared = _is_shared(grams, benchmarks_T[owners], holders_T[owners])
+    shared = np.zeros(len(words.hashes), bool)
+    shared[places[is_shared]] = True
+    grams, places, owners = (column[~is_shared] for column in (grams, places, owners))
     return {
-        "grams": grams[order],
+        "grams": grams,
         "owners": owners.astype(np.uint32),
-        "places": (places[order] - words.bounds[owners]).astype(np.uint32),
+        "places": (places - words.bounds[owners]).astype(np.uint32),
+        "shared": shared,
     }
+
+
+def _is_shared(grams: np.ndarray, benchmarks: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """Which entries belong to a gram that more than MAX_HOLDERS holders of one benchmark have."""
+    if not len(grams):
+        return np.zeros(0, bool)
+    order = np.lexsort([holders, benchmarks, grams])
+    grams, benchmarks, holders = grams[order], benchmarks[order], holders[order]
+    new = np.r_[True, (grams[1:] != grams[:-1]) | (benchmarks[1:] != benchmarks[:-1])]
+    counted = new | np.r_[True, holders[1:] != holders[:-1]]
+    group = np.cumsum(new) - 1
+    found = np.empty(len(grams), bool)
+    found[order] = np.bincount(group, counted)[group] > MAX_HOLDERS
+    return found
 
 
 def _write(
@@ -186,21 +254,23 @@ def _write(
     benchmarks: list[dict[str, Any]],
     tables: Mapping[str, list[int]],
     arrays: Mapping[str, np.ndarray],
-    ids: list[str],
+    lists: Mapping[str, list[Any]],
 ) -> None:
     with new_folder(folder) as target:
         for name, array in arrays.items():
             np.save(target / f"{name}.npy", array)
-        (target / "ids.json").write_text(json.dumps(ids), "utf-8")
+        for name, values in lists.items():
+            (target / f"{name}.json").write_text(json.dumps(values), "utf-8")
         manifest = {
             "format": FORMAT,
             "version": VERSION,
             "words_version": word_hashes.VERSION,
             "min_words": MIN_WORDS,
             "gpt3_lengths": GPT3_LENGTHS,
+            "max_holders": MAX_HOLDERS,
             "benchmarks": benchmarks,
             "tables": tables,
-            "files": {path.name: _sha256(path) for path in sorted(target.iterdir())},
+            "files": {path.name: file_sha256(path) for path in sorted(target.iterdir())},
         }
         manifest["digest"] = _digest(manifest)
         (target / "manifest.json").write_text(json.dumps(manifest, indent=1), "utf-8")
@@ -223,7 +293,7 @@ def open_index(folder: str | Path) -> Index:
 def _open(folder: Path, manifest_text: str) -> Index:
     manifest = _checked_manifest(folder, manifest_text)
     for name, expected in manifest["files"].items():
-        if not (folder / name).is_file() or _sha256(folder / name) != expected:
+        if not (folder / name).is_file() or file_sha256(folder / name) != expected:
             raise DataError(f"{folder / name} is missing or damaged; make the index anew")
     arrays = {name: _load(folder, name) for name in TEXT_COLUMNS}
     tables = {
@@ -235,7 +305,8 @@ def _open(folder: Path, manifest_text: str) -> Index:
     }
     return Index(
         manifest,
-        json.loads((folder / "ids.json").read_text("utf-8")),
+        _read_list(folder, "ids"),
+        [Keys(*keys) for keys in _read_list(folder, "keys")],
         items_T=arrays["items"],
         parts_T=arrays["parts"],
         leads_T=arrays["leads"],
@@ -269,13 +340,12 @@ def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
+def _read_list(folder: Path, name: str) -> list[Any]:
+    return json.loads((folder / f"{name}.json").read_text("utf-8"))
+
+
 def _load(folder: Path, name: str) -> np.ndarray:
     path = folder / f"{name}.npy"
     # An empty array cannot be mapped.
     empty = np.load(path, mmap_mode=None) if path.stat().st_size <= 128 else None
     return np.load(path, mmap_mode="r") if empty is None else empty
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

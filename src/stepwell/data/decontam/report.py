@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from stepwell.data.batches import name_of
@@ -22,7 +23,7 @@ from stepwell.data.files import clean_disk_errors
 from stepwell.data.word_hashes import word_spans
 
 FORMAT = "stepwell contamination report"
-VERSION = 1
+VERSION = 2
 EXCERPT_WORDS = 30
 DOCUMENTS_AT_ONCE = 64
 
@@ -49,8 +50,10 @@ def contamination_report(
     searched again, so that every item in them is listed.
 
     {"benchmarks": [{"name", "num_items", "leaked": {part: items}, "share": of its items whose
-    question leaked, "items": {id: {"part", "share", "removed", "kept": documents}}, "sources":
-    {source: documents}, "examples": [...]}], "documents": {"removed", "kept"}, ...}.
+    question leaked, "items": {id: {"number", "part", "share", "removed", "kept": documents}},
+    "sources": {source: documents}, "examples": [...], "keys", "question_keys"}], "documents":
+    {"removed", "kept"}, ...}. An item's number is its place in the benchmark and in the keys, which
+    are those of `benchmarks.Keys` one after another: by these an evaluation knows it.
     """
     leaks: dict[int, _Leak] = {}
     benchmarks = index.manifest["benchmarks"]
@@ -136,12 +139,15 @@ def _benchmark(
     mine = {item: leak for item, leak in leaks.items() if index.benchmarks_I[item] == number}
     parts = Counter(leak.part for leak in mine.values())
     questions = parts["question"] + parts["question+answer"]
+    numbers = np.flatnonzero(index.benchmarks_I == number).tolist()
+    keys = [index.item_keys[item] for item in numbers]
     return {
-        **{key: row[key] for key in ("name", "sha256", "own_ids", "num_items", "num_too_short")},
+        **{key: row[key] for key in ("name", "sha256", "num_items", "num_too_short")},
         "leaked": {part: parts[part] for part in PARTS},
         "share": questions / row["num_items"],
         "items": {
             index.item_ids[item]: {
+                "number": item - numbers[0],
                 "part": leak.part,
                 "share": round(leak.share, 4),
                 "removed": leak.documents["removed"],
@@ -151,6 +157,8 @@ def _benchmark(
         },
         "sources": dict(sources.most_common()),
         "examples": examples,
+        "keys": "".join(key.whole for key in keys),
+        "question_keys": "".join(key.question for key in keys),
     }
 
 

@@ -19,6 +19,8 @@ GPT3_LENGTHS = (8, 13)
 SKIPS = 4
 # An n-gram of fewer different words (a row of ones, closing tags) is no evidence.
 DISTINCT_WORDS = 4
+# An n-gram that more items of one benchmark hold is their template: no evidence for any of them.
+MAX_HOLDERS = 3
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Rule:
     n: words of an n-gram; None: 8 to 13, chosen for each benchmark by `gpt3_length`.
     measure: `words`, the share of the text's words that lie in a found n-gram; `ngrams`, the share
     of its n-grams that are found; `spans`, the share of its words that lie in spans which begin
-    with a found n-gram and then may differ in SKIPS words.
+    with a found n-gram and then may differ in SKIPS words. n-grams of a template are never found,
+    and words and n-grams that are nothing else don't count among the text's.
     """
 
     name: RuleName
@@ -83,16 +86,29 @@ def covered_words(places: Iterable[int], num_words: int, n: int) -> np.ndarray:
     return np.cumsum(steps[:-1]) > 0
 
 
-def share_of_words(places: Iterable[int], num_words: int, n: int) -> float:
-    return float(covered_words(places, num_words, n).mean())
+def own_words(shared: np.ndarray, n: int) -> np.ndarray:
+    """Which words of a text lie in an n-gram that is not of a template: bool. shared: whether the
+    n-gram that begins at a word is."""
+    if not shared.any():
+        return np.ones(len(shared), bool)
+    places = np.flatnonzero(~shared[: len(shared) - n + 1])
+    return covered_words(places.tolist(), len(shared), n)
 
 
-def share_of_ngrams(places: Iterable[int], num_words: int, n: int) -> float:
-    return len(set(places)) / (num_words - n + 1)
+def share_of_words(places: Iterable[int], own: np.ndarray, n: int) -> float:
+    return float(covered_words(places, len(own), n)[own].mean())
+
+
+def share_of_ngrams(places: Iterable[int], shared: np.ndarray, n: int) -> float:
+    return len(set(places)) / int((~shared[: len(shared) - n + 1]).sum())
 
 
 def share_of_spans(
-    pairs: Iterable[tuple[int, int]], text: np.ndarray, document: np.ndarray, n: int
+    pairs: Iterable[tuple[int, int]],
+    text: np.ndarray,
+    document: np.ndarray,
+    own: np.ndarray,
+    n: int,
 ) -> float:
     """pairs: (place in the text, place in the document) of found n-grams. The span that begins
     with one goes on over at most SKIPS differing words and ends with an equal one."""
@@ -103,32 +119,40 @@ def share_of_spans(
         in_budget = np.cumsum(~equal) <= SKIPS
         last = int(np.flatnonzero(equal & in_budget)[-1])
         covered[at : at + max(last + 1, n)] = True
-    return float(covered.mean())
+    return float(covered[own].mean())
 
 
 def share_found(
-    rule: Rule, pairs: np.ndarray, text: np.ndarray, document: np.ndarray, n: int
+    rule: Rule,
+    pairs: np.ndarray,
+    text: np.ndarray,
+    document: np.ndarray,
+    n: int,
+    shared: np.ndarray,
 ) -> float:
     """The share that the rule measures. pairs: int64, (found n-grams, 2), as in
-    `share_of_spans`; text, document: hashes of their words."""
+    `share_of_spans`, at least one; text, document: hashes of their words; shared: as in
+    `own_words`."""
     match rule.measure:
         case "words":
-            return share_of_words(pairs[:, 0].tolist(), len(text), n)
+            return share_of_words(pairs[:, 0].tolist(), own_words(shared, n), n)
         case "ngrams":
-            return share_of_ngrams(pairs[:, 0].tolist(), len(text), n)
+            return share_of_ngrams(pairs[:, 0].tolist(), shared, n)
         case "spans":
-            return share_of_spans(pairs.tolist(), text, document, n)
+            return share_of_spans(pairs.tolist(), text, document, own_words(shared, n), n)
 
 
-def matching_places(text: np.ndarray, document: np.ndarray, n: int) -> np.ndarray:
-    """(place in the text, place in the document) of every pair of equal n-grams; int64, (pairs,
-    2). For one text and one document; an index does the same for many."""
+def matching_places(
+    text: np.ndarray, document: np.ndarray, n: int, shared: np.ndarray
+) -> np.ndarray:
+    """(place in the text, place in the document) of every pair of equal n-grams that are not of a
+    template; int64, (pairs, 2). For one text and one document; an index does the same for many."""
     there: dict[int, list[int]] = {}
     for place, gram in enumerate(rolling(document, n).tolist()):
         there.setdefault(gram, []).append(place)
     grams = rolling(text, n)
     places = np.arange(len(grams))
-    places = places[telling(text, places, n)]
+    places = places[telling(text, places, n) & ~shared[: len(places)]]
     pairs = [(at, place) for at in places.tolist() for place in there.get(int(grams[at]), [])]
     return np.array(pairs, np.int64).reshape(-1, 2)
 
@@ -139,10 +163,13 @@ def is_found(
     document: np.ndarray,
     n: int,
     min_share: float | None = None,
+    shared: np.ndarray | None = None,
 ) -> bool:
     """Whether the document contains the text by the rule. A text of fewer than n words is one
-    n-gram of its own length: it must be there as a whole."""
+    n-gram of its own length: it must be there as a whole. shared: as in `own_words`; none is by
+    default."""
     n = min(n, len(text))
-    pairs = matching_places(text, document, n)
+    shared = np.zeros(len(text), bool) if shared is None else shared
+    pairs = matching_places(text, document, n, shared)
     wanted = rule.min_share if min_share is None else min_share
-    return len(pairs) > 0 and share_found(rule, pairs, text, document, n) >= wanted
+    return len(pairs) > 0 and share_found(rule, pairs, text, document, n, shared) >= wanted

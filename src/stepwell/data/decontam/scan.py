@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stepwell.data.decontam.index import Index, Table
-from stepwell.data.decontam.rules import Rule, covered_words, share_found
+from stepwell.data.decontam.rules import Rule, covered_words, own_words, share_found
 from stepwell.data.decontam.texts import Part
 from stepwell.data.word_hashes import Words, hash_words, ngrams
 
@@ -113,13 +113,14 @@ def _judge(
 ) -> _Found | None:
     """What the rule says of a text whose n-grams were found at `pairs`."""
     n = index.length_of(rule, text)
-    words = index.words_of(text)
-    if rule.measure != "spans" and len(pairs) * n < wanted * len(words):
+    words, shared = index.words_of(text), index.shared_of(rule, text)
+    if rule.measure == "words" and len(pairs) * n < wanted * (len(words) - n * shared.sum()):
         return None  # even if no two of them overlap
-    lead = int(index.leads_T[text])
-    if lead and not covered_words(pairs[:, 0].tolist(), len(words), n)[:lead].all():
-        return None
-    share = share_found(rule, pairs, words, document, n)
+    if lead := int(index.leads_T[text]):
+        missed = own_words(shared, n) & ~covered_words(pairs[:, 0].tolist(), len(words), n)
+        if missed[:lead].any():
+            return None
+    share = share_found(rule, pairs, words, document, n, shared)
     if share < wanted:
         return None
     ends = np.unique(pairs[:, 1] - pairs[:, 0] + len(words))[:MAX_PLACES]
