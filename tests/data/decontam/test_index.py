@@ -195,3 +195,10 @@ def test_one_passage_of_several_questions_is_no_template(tmp_path):
         Item(str(i), " ".join(f"q{i}x{j}" for j in range(9)), passage=passage) for i in range(6)
     ]
     assert not any(map(any, shared_words(tmp_path / "i", *asked)))
+
+
+def test_a_text_that_is_nothing_but_template_keeps_it(tmp_path):
+    items = [Item(str(i), template(i)) for i in range(4)]
+    *others, bare, _ = shared_words(tmp_path / "i", *items, Item("bare", sentence(0, 20)))
+    assert not any(bare)
+    assert all(map(any, others))

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -6,9 +7,13 @@ import pyarrow.parquet as pq
 import pytest
 from tests.global_steps import run_step
 
-from stepwell.data.batches import REMOVED
+from stepwell.data.batches import EDITS, REMOVED, to_batch
+from stepwell.data.decontam.benchmarks import Benchmark, Item
+from stepwell.data.decontam.index import build_index
+from stepwell.data.decontam.step import Decontaminate
 from stepwell.data.dedup.explain import differences, explain
 from stepwell.data.dedup.fuzzy import FuzzyDedup
+from stepwell.data.dedup.lines import LineDedup
 from stepwell.types import DataError, Document
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -49,7 +54,8 @@ def test_a_duplicate_is_explained_by_what_it_repeats(curated):
     ]
     assert "- other\n" in text + "\n"
     assert "+ w59 and a longer end\n" in text + "\n"
-    assert explain(curated, "b") == text
+    both = explain(curated, "b")
+    assert both.startswith(f"2 documents have the id 'b':\n\n{text}\n\nbooks/b was kept; nothing")
 
 
 def test_the_similarity_is_computed_from_the_texts(tmp_path):
@@ -83,7 +89,7 @@ def test_a_witness_that_went_later_or_lies_elsewhere(tmp_path):
     out = write(tmp_path / "out", removed, [{"id": "5", "source": "s", "text": "x"}])
     assert "removed later by gopher: gopher_x" in explain(out, "1")
     assert "(the same words)" in explain(out, "1")
-    assert "is not in this folder" in explain(out, "3")
+    assert "is not in this folder (nor in an index of its recipe" in explain(out, "3")
     assert "it begins: w0 w1" in explain(out, "2")
 
 
@@ -124,3 +130,68 @@ def test_differences_are_short():
     assert lines[-1] == "  (and more)"
     assert sum(line.startswith("-") for line in lines) == 6
     assert differences("a b", "a b c") == ["  a b", "+ c"]
+
+
+def test_a_witness_of_an_index_is_named(tmp_path):
+    index = str(tmp_path / "old")
+    run_step(FuzzyDedup(save_index=index), [Document("x", TEXT, "first")])
+    result = run_step(FuzzyDedup(against=(index,)), [Document("b", NEAR, "s")])
+    out = write(tmp_path / "out", result.removed, [{"id": "5", "source": "s", "text": "x"}])
+    (out / "recipe.toml").write_text(f'[[steps]]\nkind = "fuzzy-dedup"\nagainst = ["{index}"]\n')
+    text = explain(out, "b")
+    assert f"it repeats first/x\nwhich is not in this folder: it is of the index {index}" in text
+
+
+def test_an_item_of_a_benchmark_is_shown(tmp_path):
+    question = "Which of the seven rivers of the valley is the longest one in a dry summer?"
+    build_index([Benchmark("mmlu", "sha", True, (Item("2814", question, ("a", "b")),))],
+                tmp_path / "index")  # fmt: skip
+    step = Decontaminate(index=str(tmp_path / "index"))
+    removed = step(to_batch([Document("b", f"So: {question} Yes.", "s")], 0)).removed.to_pylist()
+    out = write(tmp_path / "out", removed, [{"id": "5", "source": "s", "text": "x"}])
+    assert explain(out, "b").endswith("it holds the item mmlu/2814 of a benchmark")
+    recipe = f'[[steps]]\nkind = "decontaminate"\nindex = "{tmp_path / "index"}"\n'
+    (out / "recipe.toml").write_text(recipe)
+    assert explain(out, "b").endswith(f"its text: {question} a b")
+    shutil.rmtree(tmp_path / "index")
+    assert "(its text can't be shown: " in explain(out, "b")
+
+
+def test_what_was_cut_is_told(tmp_path):
+    shared = "A paragraph that stands in two documents, word for word, of some length."
+    docs = [Document("a", f"{shared}\n\n{TEXT}", "s"), Document("b", f"{NEAR}\n\n{shared}", "s")]
+    result = run_step(LineDedup(), docs)
+    out = write(tmp_path / "out", result.removed, result.rows)
+    (out / "edits").mkdir()
+    more = [{**result.edits[0], "step": "pii", "reason": "pii_email", "start": i, "stop": i + 9,
+             "replacement": "<mail>"} for i in range(60, 0, -10)]  # fmt: skip
+    table = pa.Table.from_pylist(result.edits + more, EDITS)
+    pq.write_table(table, out / "edits" / "part-00000.parquet")
+    start = len(NEAR) + 2
+    text = explain(out, "b")
+    assert text.startswith("s/b was kept; nothing was removed for its sake\n\n")
+    assert (
+        f"s/b lost {len(shared)} characters by line-dedup: paragraph_duplicate (characters {start} "
+        f"to {start + len(shared)} of its text then)"
+    ) in text
+    assert (
+        "s/b lost 54 characters and got 36 instead by pii: pii_email (characters 10 to 19, 20 to "
+        "29, 30 to 39, 40 to 49, 50 to 59 and 1 more of its text then)"
+    ) in text
+    assert "lost" not in explain(out, "a")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_id_that_several_documents_have(tmp_path, order):
+    far = " ".join(f"v{i}" for i in range(60))
+    row = {"source": "s", "step": "fuzzy-dedup", "reason": "fuzzy_duplicate", "detail": "J = 0.965",
+           "witness": "s/same"}  # fmt: skip
+    removed = [{**row, "id": "same", "text": NEAR}]
+    kept = [{"id": "same", "source": "s", "text": text} for text in (TEXT, far)][::order]
+    out = write(tmp_path / "out", removed, kept)
+    text = explain(out, "same")
+    assert text.startswith("3 documents have the id 'same':\n\ns/same was removed by")
+    assert text.count("s/same was kept; 1 removed documents repeat it") == 2
+    assert "of 2 documents with this id the one whose similarity fits best,\nwhich was kept" in text
+    assert "as both are stored, J = 0.965" in text
+    assert "+ w59\n" in text

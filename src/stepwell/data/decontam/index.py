@@ -211,7 +211,7 @@ def _table(
     words: Words, n_T: np.ndarray, holders_T: np.ndarray, benchmarks_T: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The n-grams of each text, n_T words long; none of a text of fewer than MIN_WORDS, and none
-    that more than MAX_HOLDERS items of its benchmark hold."""
+    that more than MAX_HOLDERS items of its benchmark hold, unless a text has no other."""
     text_of_word = np.repeat(np.arange(len(n_T)), np.diff(words.bounds))
     parts = [(np.zeros(0, np.uint64), np.zeros(0, np.int64))]
     for n in np.unique(n_T[n_T >= MIN_WORDS]).tolist():
@@ -224,6 +224,8 @@ def _table(
     grams, places = grams[order], places[order]
     owners = text_of_word[places]
     is_shared = _is_shared(grams, benchmarks_T[owners], holders_T[owners])
+    left_T = np.bincount(owners, ~is_shared, len(n_T))
+    is_shared &= left_T[owners] > 0
     shared = np.zeros(len(words.hashes), bool)
     shared[places[is_shared]] = True
     grams, places, owners = (column[~is_shared] for column in (grams, places, owners))

@@ -1,12 +1,13 @@
 """Why a document of a curation is not in its output, in words for people.
 
-Reads what a curation leaves: `removed/*.parquet` (REMOVED, with or without texts), `documents/` and
-`recipe.toml`.
+Reads what a curation leaves: `removed/*.parquet` (REMOVED, with or without texts), `documents/`,
+`edits/*.parquet` (EDITS) and `recipe.toml`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
@@ -19,6 +20,8 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 
 from stepwell.data.batches import name_of
+from stepwell.data.decontam.index import item_text
+from stepwell.data.dedup.index import document_names
 from stepwell.data.dedup.verify import jaccard_of_texts
 from stepwell.types import DataError, nearest
 
@@ -28,27 +31,32 @@ DEFAULT_NGRAM = 5
 WINDOW_WORDS, CONTEXT_WORDS, NUM_DIFFERENCES = 2000, 6, 6
 EXCERPT_CHARACTERS, NUM_LISTED = 300, 20
 NUM_IDS = 10_000
+NUM_PLACES = 5
 
 Row = dict[str, Any]
 
 
 def explain(folder: str | Path, doc_id: str) -> str:
-    """What became of the documents with this id (or `source/id`) and, for a duplicate, what it
-    repeats: the kept document, their similarity now, and where they differ.
+    """What became of all documents with this id (or `source/id`): for one that was removed what it
+    repeats, their similarity now, and where they differ; for one that was kept which ones it
+    stands for, and for both what was cut out of them.
 
     Raises DataError when the folder holds no curation, or the id is nowhere in it.
     """
     folder = Path(folder)
     if not (folder / "removed").is_dir():
         raise DataError(f"{folder} has no folder `removed`; name the output of a curation")
-    removed = _rows(sorted((folder / "removed").glob("*.parquet")), doc_id)
-    if removed:
-        return "\n\n".join(_why(row, folder) for row in removed)
-    kept = _kept_rows(folder, doc_id)
-    if not kept:
+    removed, kept = _removed_rows(folder, doc_id), _kept_rows(folder, doc_id)
+    if not removed and not kept:
         near = nearest(doc_id, islice(_ids(folder), NUM_IDS))
         raise DataError(f"no document of {folder} has the id {doc_id!r}{near}")
-    return "\n\n".join(_stands_for(row, folder) for row in kept)
+    parts = [_why(row, folder) for row in removed] + [_stands_for(row, folder) for row in kept]
+    edits = _edits(folder, doc_id)
+    if edits:
+        parts.append("\n".join(edits))
+    if len(removed) + len(kept) > 1:
+        parts.insert(0, f"{len(removed) + len(kept)} documents have the id {doc_id!r}:")
+    return "\n\n".join(parts)
 
 
 def differences(text: str, other: str) -> list[str]:
@@ -76,29 +84,93 @@ def differences(text: str, other: str) -> list[str]:
 
 
 def _why(row: Row, folder: Path) -> str:
-    name = name_of(row["source"], row["id"])
+    """A document that was removed."""
     detail = f" ({row['detail']})" if row["detail"] else ""
-    lines = [f"{name} was removed by {row['step']}: {row['reason']}{detail}"]
-    if not row["witness"]:
+    lines = [f"{_name(row)} was removed by {row['step']}: {row['reason']}{detail}"]
+    witness = row["witness"]
+    if not witness:
         return "\n".join([*lines, *_excerpt(row.get("text"))])
-    lines.append(f"it repeats {row['witness']}")
-    kept = [r for r in _kept_rows(folder, row["witness"]) if _name(r) == row["witness"]]
-    gone = _rows(sorted((folder / "removed").glob("*.parquet")), row["witness"])
-    gone = [r for r in gone if _name(r) == row["witness"]]
-    if kept:
-        lines.append("which was kept")
-    elif gone:
-        lines.append(f"which stayed then, and was removed later by {gone[0]['step']}: "
-                     f"{gone[0]['reason']}")  # fmt: skip
-    else:
-        return "\n".join([*lines, "which is not in this folder (it is of an index or benchmark)"])
-    text, other = row.get("text"), (kept or gone)[0].get("text")
-    if text is None or other is None:
+    if row["reason"].startswith("contaminated_"):
+        lines.append(f"it holds the item {witness} of a benchmark")
+        return "\n".join([*lines, *_item(row, folder)])
+    lines.append(f"it repeats {witness}")
+    found = [(r, "which was kept") for r in _kept_rows(folder, witness) if _name(r) == witness]
+    found += [
+        (r, f"which stayed then, and was removed later by {r['step']}: {r['reason']}")
+        for r in _removed_rows(folder, witness)
+        if _name(r) == witness and r != row
+    ]
+    if not found:
+        return "\n".join([*lines, f"which is not in this folder{_of_index(witness, folder)}"])
+    texts = [other for other, _ in found if other.get("text") is not None]
+    if row.get("text") is None or not texts:
+        lines += [fate for _, fate in found]
         return "\n".join([*lines, "(the texts were not kept, so they can't be compared)"])
     ngram = _ngram(folder)
-    similarity = jaccard_of_texts(text, other, ngram)
-    lines.append(f"as both are stored, J = {similarity:.3f} on {ngram}-grams of words")
-    return "\n".join([*lines, f"- {name}", f"+ {row['witness']}", *differences(text, other)])
+    values = [jaccard_of_texts(row["text"], other.get("text") or "", ngram) for other, _ in found]
+    best = _fitting(values, row["detail"])
+    if len(found) > 1:
+        lines.append(f"of {len(found)} documents with this id the one whose similarity fits best,")
+    lines.append(found[best][1])
+    lines.append(f"as both are stored, J = {values[best]:.3f} on {ngram}-grams of words")
+    shown = differences(row["text"], found[best][0].get("text") or "")
+    return "\n".join([*lines, f"- {_name(row)}", f"+ {witness}", *shown])
+
+
+def _fitting(values: Sequence[float], detail: str) -> int:
+    """Which similarity is nearest to the one that was found when the document went (`J = 0.9`),
+    else which is greatest."""
+    told = re.fullmatch(r"J = (\d\.\d+)", detail)
+    wanted = float(told[1]) if told else 1.0
+    return min(range(len(values)), key=lambda i: abs(values[i] - wanted))
+
+
+def _item(row: Row, folder: Path) -> list[str]:
+    """What the item asks, if an index of the recipe can be read."""
+    paths = [step["index"] for step in _steps(folder) if step["kind"] == "decontaminate"]
+    told = []
+    for path in paths:
+        try:
+            text = item_text(path, row["witness"])
+        except DataError as error:
+            told.append(f"(its text can't be shown: {error})")
+            continue
+        if text is not None:
+            return [f"its text: {_shortened(text)}"]
+    return told
+
+
+def _of_index(witness: str, folder: Path) -> str:
+    """Which index of the recipe has a document of this name."""
+    for step in _steps(folder):
+        for path in step.get("against", []):
+            try:
+                names = document_names(path)
+            except DataError:
+                continue
+            if witness in names:
+                return f": it is of the index {path}"
+    return " (nor in an index of its recipe that can be read)"
+
+
+def _edits(folder: Path, doc_id: str) -> list[str]:
+    """What was cut out of documents with this id, a line for each step and reason."""
+    spans: dict[tuple[str, str, str], list[Row]] = {}
+    for row in _rows(sorted((folder / "edits").glob("*.parquet")), doc_id):
+        spans.setdefault((_name(row), row["step"], row["reason"]), []).append(row)
+    lines = []
+    for (name, step, reason), rows in spans.items():
+        rows.sort(key=lambda row: row["start"])
+        cut = sum(row["stop"] - row["start"] for row in rows)
+        put = sum(len(row["replacement"]) for row in rows)
+        places = ", ".join(f"{row['start']} to {row['stop']}" for row in rows[:NUM_PLACES])
+        places += f" and {len(rows) - NUM_PLACES} more" if len(rows) > NUM_PLACES else ""
+        instead = f" and got {put} instead" if put else ""
+        lines.append(
+            f"{name} lost {cut} characters{instead} by {step}: {reason} (characters {places} of "
+            "its text then)"
+        )
+    return lines
 
 
 def _stands_for(row: Row, folder: Path) -> str:
@@ -114,6 +186,10 @@ def _stands_for(row: Row, folder: Path) -> str:
     lines += [f"  {_name(r)} by {r['step']} ({r['detail']})" for r in gone[:NUM_LISTED]]
     more = len(gone) - NUM_LISTED
     return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
+
+
+def _removed_rows(folder: Path, doc_id: str) -> list[Row]:
+    return _rows(sorted((folder / "removed").glob("*.parquet")), doc_id)
 
 
 def _kept_rows(folder: Path, doc_id: str) -> list[Row]:
@@ -145,12 +221,14 @@ def _ids(folder: Path) -> Iterator[str]:
 
 def _ngram(folder: Path) -> int:
     """Of the recipe's fuzzy dedup."""
-    path = folder / "recipe.toml"
-    if not path.exists():
-        return DEFAULT_NGRAM
-    steps = tomllib.loads(path.read_text("utf-8")).get("steps", [])
-    ngrams = [step.get("ngram", DEFAULT_NGRAM) for step in steps if step["kind"] == "fuzzy-dedup"]
+    ngrams = [s.get("ngram", DEFAULT_NGRAM) for s in _steps(folder) if s["kind"] == "fuzzy-dedup"]
     return ngrams[0] if ngrams else DEFAULT_NGRAM
+
+
+def _steps(folder: Path) -> list[Row]:
+    """Of the recipe."""
+    path = folder / "recipe.toml"
+    return tomllib.loads(path.read_text("utf-8")).get("steps", []) if path.exists() else []
 
 
 def _name(row: Row) -> str:
@@ -165,8 +243,9 @@ def _abridged(words: Sequence[str]) -> str:
 
 
 def _excerpt(text: str | None) -> list[str]:
-    if not text or not text.strip():
-        return []
+    return [f"it begins: {_shortened(text)}"] if text and text.strip() else []
+
+
+def _shortened(text: str) -> str:
     plain = " ".join(text[: 2 * EXCERPT_CHARACTERS].split())
-    more = "..." if len(text) > EXCERPT_CHARACTERS else ""
-    return [f"it begins: {plain[:EXCERPT_CHARACTERS]}{more}"]
+    return plain[:EXCERPT_CHARACTERS] + ("..." if len(text) > EXCERPT_CHARACTERS else "")

@@ -97,6 +97,11 @@ def load_index(path: str | Path, made_with: dict[str, Any]) -> list[pa.RecordBat
     return read_batches(folder / SKETCHES)
 
 
+def document_names(path: str | Path) -> set[str]:
+    """`source/id` of the documents of an index. Raises DataError as `load_index` does."""
+    return {name for batch in load_index(path, {}) for name in batch["name"].to_pylist()}
+
+
 def free_name(path: Path) -> str:
     """A name beside `path` that nothing has."""
     return next(
