@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from stepwell.schema import Section, assign, explain
+from stepwell.schema import Section, assign, explain, read_toml
 from stepwell.types import ConfigError
 
 # Strict: pydantic would otherwise take true for 1, "7" for 7 and 1 for true.
@@ -665,17 +664,7 @@ class Run(Section):
 
         Raises ConfigError for a missing file, broken TOML, unknown keys and broken rules.
         """
-        try:
-            text = Path(path).read_text("utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"the recipe {path} is not UTF-8: {error}") from error
-        try:
-            values = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
-        return cls.parse(values, overrides, where=f"the recipe {path}")
+        return cls.parse(read_toml(path), overrides, where=f"the recipe {path}")
 
     @classmethod
     def parse(

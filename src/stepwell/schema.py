@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,6 +24,18 @@ class Section(BaseModel):
     """A frozen table of a recipe; keys it does not declare are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that can't be read, or is no TOML."""
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the recipe {path} is not UTF-8: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -74,7 +87,12 @@ def assign(
 def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     """One line a problem; an unknown key names the nearest known one."""
     lines = [f"{where} is not valid:"]
-    for item in error.errors():
+    problems = error.errors()
+    # An entry that is wrong doesn't count, so pydantic also finds the list too short.
+    lists = {item["loc"][:-1] for item in problems}
+    for item in problems:
+        if item["type"] == "too_short" and item["loc"] in lists:
+            continue
         parts, sections = _walk(model, item["loc"])
         key = ".".join(parts)
         match item["type"]:
@@ -177,6 +195,8 @@ def _inside(annotation: Any, part: Any) -> list[Any]:
         return _alternatives(field.annotation) if field is not None else []
     if get_origin(annotation) is tuple and str(part).isdigit():
         return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return _alternatives(get_args(annotation)[1])
     return []
 
 
@@ -215,8 +235,25 @@ def _from_text(model: type[BaseModel], key: str, text: str) -> Any:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{key} = {text!r} holds a list or table and is written as TOML, "
-            f"""e.g. '[{{path = "data/train"}}]': {error}"""
+            f"e.g. '{_example(allowed)}': {error}"
         ) from error
+
+
+def _example(allowed: list[Any]) -> str:
+    """How a value of the first such type is written as TOML."""
+    kind = next(a for a in allowed if _is_section(a) or get_origin(a) in (tuple, dict))
+    if _is_section(kind):
+        return f"{{{next(iter(kind.model_fields))} = ...}}"
+    inner = _alternatives(get_args(kind)[-1 if get_origin(kind) is dict else 0])
+    if get_origin(kind) is dict:
+        return "{name = 1}" if {int, float} & {*inner} else '{name = "value"}'
+    tables = [a for a in inner if _is_section(a)]
+    if tables:
+        return '[{path = "data/train"}]' if "path" in tables[0].model_fields else "[{...}]"
+    options = _options(inner)
+    if options:
+        return "[" + ", ".join(f'"{option}"' for option in options[:2]) + "]"
+    return "[1, 2]" if {int, float} & {*inner} else '["one", "two"]'
 
 
 def _plain(text: str, allowed: list[Any]) -> Any:

@@ -22,8 +22,8 @@ def run(capsys, *words):
 def test_dedup_names_what_stays_and_explains(raw, capsys):
     out = run(capsys, "dedup", "raw/a.jsonl", "raw/b.jsonl", "-o", "out", "--method", "exact")
     assert "dropped        2  1. exact-dedup: exact_duplicate" in out
-    gone = [r for r in corpus.rows(raw.parent / "out" / "removed") if r["step"] == "exact-dedup"]
-    assert {(row["id"], row["witness"]) for row in gone} == {("b3", "a/a5"), ("a6", "b/b7")}
+    gone = [r for r in corpus.rows(raw.parent / "out" / "removed") if r["step"] == "1. exact-dedup"]
+    assert {(row["id"], row["witness"]) for row in gone} == {("b3", "a/a5"), ("b7", "a/a6")}
     text = run(capsys, "dedup", "explain", "b3", "--in", "out")
     assert "a/a5" in text
     assert main(["dedup", "explain", "nobody", "--in", "out"]) == 3
@@ -36,6 +36,30 @@ def test_methods_join_by_commas_and_fields_reach_those_that_have_them(raw, capsy
     steps = found["fingerprint"]["recipe"]["steps"]
     assert [step["kind"] for step in steps] == ["exact-dedup", "fuzzy-dedup"]
     assert steps[1]["threshold"] == 0.7
+
+
+def test_lists_have_one_line_for_what_is_wrong(raw, capsys):
+    assert (
+        main(["dedup", "raw/a.jsonl", "-o", "out", "--method", "fuzzy", "--survivor", "newst"]) == 2
+    )
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize("words", ["--thresholds en=1.0,de=0.4", "--thresholds.en 1.0"])
+def test_a_table_is_given_as_pairs_or_by_its_keys(raw, capsys, words):
+    assert main(["langid", "raw/a.jsonl", "-o", "out", "--json", *words.split()]) in (0, 3)
+    said = capsys.readouterr()
+    assert "language_uncertain" in said.out + said.err
+
+
+def test_explain_has_help_and_json(raw, capsys):
+    run(capsys, "dedup", "raw/a.jsonl", "raw/b.jsonl", "-o", "out", "--method", "exact")
+    assert "usage: stepwell dedup explain ID --in FOLDER" in run(
+        capsys, "dedup", "explain", "--help"
+    )
+    found = json.loads(run(capsys, "dedup", "explain", "b3", "--in", "out", "--json"))
+    assert found["id"] == "b3"
+    assert "a/a5" in found["explanation"]
 
 
 def test_quality_rules_are_chosen(raw, capsys):
@@ -79,6 +103,18 @@ def test_pii_is_redacted(raw, capsys):
         ("langid raw/a.jsonl -o out --workers x", "must be a whole number"),
         ("decontam raw/a.jsonl -o out", "index is missing"),
         ("pii raw/a.jsonl -o raw", "is no curation"),
+        ("dedup raw/a.jsonl -o out --json=5", "--json takes no value"),
+        ("dedup raw/a.jsonl -o out --method fuzzy,fuzzy", "names 'fuzzy' twice"),
+        ("dedup raw/a.jsonl -o out --method fuzzy --against 2024", "2024 is no dedup index"),
+        ("dedup raw/a.jsonl -o out --survivor newst", "did you mean 'newest'?"),
+        ("dedup raw/a.jsonl -o out --min-bytes 5", "--min-bytes is an option of substring-dedup"),
+        ("quality raw/a.jsonl -o out --rules c4 --min-words 5", "is an option of gopher-quality"),
+        ("quality-filter raw/a.jsonl -o out --model m", "--keep is missing, which quality-top"),
+        ("langid raw/a.jsonl -o out --thresholds de", "write pairs such as de=0.5"),
+        ("langid raw/a.jsonl -o out --thresholds de=much", "thresholds"),
+        ("langid raw/a.jsonl -o out --keep [de", """e.g. '["one", "two"]'"""),
+        ("dedup explain x --in out --frsh 1", "unknown option --frsh"),
+        ("dedup explain x --in out --fresh", "unknown option --fresh"),
     ],
 )
 def test_what_is_wrong_is_named(raw, capsys, words, message):
@@ -94,3 +130,5 @@ def test_help_lists_every_field(capsys, verb):
     out = run(capsys, verb, "--help")
     assert f"usage: stepwell {verb} INPUT ... -o FOLDER" in out
     assert "PydanticUndefined" not in out
+    assert "--outputs.KEY" in out
+    assert "--steps.N.KEY" in out

@@ -6,11 +6,12 @@ these steps.
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from stepwell.commands.curate import executor_of, recipe_for, run, split_overrides
 from stepwell.commands.training import default_text, type_text
@@ -73,6 +74,15 @@ VERBS = {
         "",
     ),
 }
+EXPLAIN = """usage: stepwell dedup explain ID --in FOLDER [--json]
+
+Says what became of the documents with this id (or SOURCE/ID): kept, or removed by which step, for
+which reason, and what it repeats.
+
+  --in FOLDER  what `stepwell dedup` or `stepwell curate` has written
+  --json       print the explanation as JSON"""
+# What a recipe's dotted keys begin with.
+RECIPE = ("sources", "steps", "store", "outputs")
 SWITCHES = ("--json", "--fresh")
 VALUES = ("--out", "--workers", "--text-column", "--documents")
 
@@ -116,8 +126,11 @@ def _verb(name: str, argv: Sequence[str]) -> int:
         return 0
     rest, overrides = split_overrides(argv)
     words = parse(rest)
+    # A step's table by its keys, `--thresholds.de 0.5`, is no key of the recipe.
+    for key in [key for key in overrides if key.partition(".")[0] not in RECIPE]:
+        words.options[f"--{key}"] = overrides.pop(key)
     kinds = chosen(name, words)
-    steps = steps_of(kinds, words)
+    steps = steps_of(name, kinds, words)
     inputs, options = words.inputs, words.options
     if "--out" not in options:
         raise ConfigError(f"stepwell {name} needs -o FOLDER, the folder that is written")
@@ -139,6 +152,8 @@ def parse(argv: Sequence[str]) -> Words:
         if not word.startswith("-") or word == "-":
             words.inputs.append(word)
         elif name in SWITCHES:
+            if given:
+                raise ConfigError(f"{word}: {name} takes no value; give it alone")
             words.switches.add(name)
         else:
             text = value if given else next(rest, None)
@@ -153,7 +168,10 @@ def chosen(name: str, words: Words) -> list[str]:
     verb = VERBS[name]
     value = words.options.pop(f"--{verb.option}", verb.default) if verb.option else ""
     kinds: list[str] = []
-    for part in value.split(","):
+    parts = [part.strip() for part in value.split(",")]
+    for part in parts:
+        if parts.count(part) > 1:
+            raise ConfigError(f"--{verb.option} {value} names {part!r} twice; name it once")
         if part not in verb.kinds:
             raise ConfigError(
                 f"--{verb.option} {value}: {part!r} is none of {', '.join(verb.kinds)}"
@@ -163,8 +181,9 @@ def chosen(name: str, words: Words) -> list[str]:
     return kinds
 
 
-def steps_of(kinds: Sequence[str], words: Words) -> list[dict[str, Any]]:
-    """The steps with the fields that options set. Raises ConfigError for an option that is none."""
+def steps_of(verb: str, kinds: Sequence[str], words: Words) -> list[dict[str, Any]]:
+    """The steps with the fields that options set. Raises ConfigError for an option that is none,
+    and for one that is missing."""
     from stepwell.curate.recipe import step_class
 
     classes = [step_class(kind) for kind in kinds]
@@ -176,14 +195,34 @@ def steps_of(kinds: Sequence[str], words: Words) -> list[dict[str, Any]]:
         name = key.partition(".")[0]
         takers = [i for i, c in enumerate(classes) if name in c.model_fields and name != "kind"]
         if not takers:
-            known = [f"--{f.replace('_', '-')}" for c in classes for f in c.model_fields]
-            raise ConfigError(
-                f"unknown option {option}{nearest(option, [*known, *VALUES, *SWITCHES])} of "
-                f"{', '.join(kinds)}; --help lists them"
-            )
+            raise ConfigError(_no_taker(verb, option, name, kinds))
         for i in takers:
-            steps[i] = assign(steps[i], {key: _listed(classes[i], name, text)}, classes[i])
+            value = text if "." in key else _as_toml(classes[i], name, text)
+            steps[i] = assign(steps[i], {key: value}, classes[i])
+    for kind, found, step in zip(kinds, classes, steps, strict=True):
+        for name, info in found.model_fields.items():
+            if info.is_required() and name not in step:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is missing, which {kind} needs; stepwell {verb} "
+                    "--help says what it is"
+                )
     return steps
+
+
+def _no_taker(verb: str, option: str, name: str, kinds: Sequence[str]) -> str:
+    from stepwell.curate.recipe import step_class
+
+    for value, others in VERBS[verb].kinds.items():
+        owner = next((kind for kind in others if name in step_class(kind).model_fields), None)
+        if owner is not None and owner not in kinds and name != "kind":
+            return (
+                f"{option} is an option of {owner}, which is not chosen; add it with "
+                f"--{VERBS[verb].option} {value}, or leave {option} out"
+            )
+    fields = [name for kind in kinds for name in step_class(kind).model_fields if name != "kind"]
+    known = [f"--{field.replace('_', '-')}" for field in fields]
+    close = nearest(option, [*known, *VALUES, *SWITCHES])
+    return f"unknown option {option}{close} of {', '.join(kinds)}; --help lists them"
 
 
 def help_text(name: str) -> str:
@@ -204,6 +243,8 @@ def help_text(name: str) -> str:
         "  --workers INT          processes (one a core)",
         "  --fresh                begin anew",
         "  --json                 print the counts as JSON",
+        "  --outputs.KEY VALUE    how the result is written, e.g. --outputs.removed_text false",
+        "  --steps.N.KEY VALUE    of step N alone, counted from 0",
     ]
     if verb.option:
         values = ", ".join(verb.kinds)
@@ -221,7 +262,8 @@ def _fields(section: Any) -> list[str]:
     for name, info in section.model_fields.items():
         if name in ("kind", "sources"):
             continue
-        option = f"--{name.replace('_', '-')} {type_text(info.annotation)}"
+        form = "KEY=VALUE,..." if _holds(info.annotation, dict) else type_text(info.annotation)
+        option = f"--{name.replace('_', '-')} {form}"
         value = info.get_default(call_default_factory=True)
         text = ",".join(value) if isinstance(value, tuple) and value else default_text(value)
         default = "needed" if info.is_required() else text
@@ -229,23 +271,34 @@ def _fields(section: Any) -> list[str]:
     return lines
 
 
-def _listed(section: Any, name: str, text: str) -> str:
-    """`en,de` for a list of words, which TOML would write as ["en", "de"]."""
-    is_list = get_origin(section.model_fields[name].annotation) is tuple
-    if is_list and not text.lstrip().startswith("["):
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        return (
-            "[" + ", ".join(f'"{part}"' if not _is_number(part) else part for part in parts) + "]"
-        )
+def _as_toml(section: Any, name: str, text: str) -> str:
+    """`en,de` for a list and `de=0.5,en=0.4` for a table, as TOML writes them."""
+    annotation = section.model_fields[name].annotation
+    bare = text.strip()
+    parts = [part.strip() for part in bare.split(",") if part.strip()]
+    if _holds(annotation, tuple) and not bare.startswith("["):
+        return "[" + ", ".join(_entry(annotation, part) for part in parts) + "]"
+    if _holds(annotation, dict) and not bare.startswith("{"):
+        pairs = [part.partition("=") for part in parts]
+        if not all(given for _, given, _ in pairs):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {text}: write pairs such as de=0.5,en=0.4"
+            )
+        entries = [f"{json.dumps(key.strip())} = {_entry(annotation, v)}" for key, _, v in pairs]
+        return "{" + ", ".join(entries) + "}"
     return text
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _holds(annotation: Any, kind: type) -> bool:
+    return annotation is kind or get_origin(annotation) is kind
+
+
+def _entry(annotation: Any, text: str) -> str:
+    """An entry of a list or table: quoted unless it is to be a number."""
+    inner = get_args(annotation)
+    kind = inner[1] if _holds(annotation, dict) else inner[0]
+    kind = get_args(kind)[0] if hasattr(kind, "__metadata__") else kind
+    return text.strip() if kind in (int, float, bool) else json.dumps(text, ensure_ascii=False)
 
 
 def _number(text: str | None) -> int | None:
@@ -259,8 +312,18 @@ def _number(text: str | None) -> int | None:
 def _explain(argv: Sequence[str]) -> int:
     from stepwell.data.dedup.explain import explain
 
+    if {"-h", "--help"} & set(argv):
+        print(EXPLAIN)
+        return 0
     words = parse(argv)
+    unknown = [w for w in (*words.options, *words.switches) if w not in ("--in", "--json")]
+    if unknown:
+        close = nearest(unknown[0], ("--in", "--json"))
+        raise ConfigError(f"unknown option {unknown[0]}{close}; {EXPLAIN.splitlines()[0]}")
     if len(words.inputs) != 1 or "--in" not in words.options:
-        raise ConfigError("usage: stepwell dedup explain ID --in FOLDER")
-    print(explain(Path(words.options["--in"]), words.inputs[0]))
+        raise ConfigError(EXPLAIN.splitlines()[0])
+    folder, doc_id = words.options["--in"], words.inputs[0]
+    text = explain(Path(folder), doc_id)
+    values = {"id": doc_id, "in": folder, "explanation": text}
+    print(json.dumps(values) if "--json" in words.switches else text)
     return 0

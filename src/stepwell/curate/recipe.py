@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 from stepwell.config import Flag, Fraction, Positive
 from stepwell.data.sources.spec import SourceSpec
 from stepwell.data.steps import StepConfig
-from stepwell.schema import Section, assign, explain
+from stepwell.schema import Section, assign, explain, read_toml
 from stepwell.types import ConfigError, nearest
 
 # kind -> where its class is. Imported when a recipe names it: some need heavy libraries.
@@ -114,13 +113,7 @@ class Recipe(Section):
     @classmethod
     def load(cls, path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
         """Raises ConfigError for a missing file, broken TOML, unknown keys and broken rules."""
-        try:
-            values = tomllib.loads(Path(path).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
-        return cls.parse(values, overrides, f"the recipe {path}")
+        return cls.parse(read_toml(path), overrides, f"the recipe {path}")
 
     @classmethod
     def parse(
