@@ -1,5 +1,7 @@
 import gzip
 import json
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -104,3 +106,15 @@ def test_short_names():
     assert list(short_names(paths).values()) == ["x-a-test", "y-a-test", "b-test", "z"]
     twins = [Path("/x/a.jsonl"), Path("/x/a.parquet")]
     assert set(short_names(twins).values()) == {"x-a"}
+
+
+def test_the_command_in_the_header_of_curate_mixed(tmp_path, capsys, monkeypatch):
+    recipe = files("stepwell").joinpath("recipes/curate-mixed.toml").read_text("utf-8")
+    (line,) = [line for line in recipe.splitlines() if "stepwell decontam-index" in line]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "data/corpus/evals/a/test.jsonl", "data/corpus/evals/b/test.jsonl")
+    assert main(line.removeprefix("#").split()[1:]) == 0
+    assert capsys.readouterr().out.startswith("a-test: 1 item\nb-test: 1 item\n")
+    steps = tomllib.loads(recipe)["steps"]
+    (index,) = [step["index"] for step in steps if step["kind"] == "decontaminate"]
+    assert (tmp_path / index / "manifest.json").exists()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from importlib.resources import files
 from itertools import islice
 
 import pyarrow as pa
@@ -243,3 +245,21 @@ def test_an_empty_batch():
     kept = LangId()(batch_of(["x"]).slice(0, 0)).kept
     assert kept.num_rows == 0
     assert "language" in kept.schema.names
+
+
+def test_whole_pages_of_english_score_above_the_threshold_of_curate_mixed():
+    """And entries of a dictionary, which it leaves out, do not."""
+    recipe = files("stepwell").joinpath("recipes/curate-mixed.toml").read_text("utf-8")
+    (step,) = [step for step in tomllib.loads(recipe)["steps"] if step["kind"] == "langid"]
+    assert step["sources"] == ["web"]
+    knobs = {"keep": tuple(step["keep"]), "threshold": step["threshold"]}
+    prose = [d for d in stdlib_prose() if isinstance(d, Document) and len(d.text) > 2_000][:40]
+    # The page that begins with the grammar of functions is hardly prose.
+    assert LangId(**knobs)(to_batch(prose, 0)).removed.num_rows <= 1
+    entries = [
+        "AYT\n\n   Are you there?\n\n   (1997-01-30)",
+        "blat\n\n   1. {blast}.\n\n   2. See {thud}.",
+    ]
+    batch = to_batch([Document(str(i), text, "web") for i, text in enumerate(entries)], 0)
+    assert LangId(**knobs)(batch).removed.num_rows == 2
+    assert LangId(**knobs, min_characters=50)(batch).removed.num_rows == 0
