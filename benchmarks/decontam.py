@@ -101,6 +101,25 @@ def recall(benchmarks: Sequence[Benchmark], index: Index, rule: str) -> dict[str
     return found
 
 
+def siblings(benchmarks: Sequence[Benchmark], index: Index, rule: str) -> dict[str, list[int]]:
+    """benchmark -> of every fifth item, written with its choices: how many, how many are found, and
+    how many other items of the benchmark are."""
+    counts: dict[str, list[int]] = {}
+    first = 0
+    for benchmark in benchmarks:
+        planted = range(0, len(benchmark.items), 5)
+        items = [benchmark.items[i] for i in planted]
+        hits, _ = search(
+            ["\n".join([i.passage, i.question, *i.choices]) for i in items], index, rule
+        )
+        found = {h.item - first for each in hits for h in each if h.part.startswith("question")}
+        mine = found & {*range(len(benchmark.items))}
+        right = mine & {*planted}
+        counts[benchmark.name] = [len(planted), len(right), len(mine - right)]
+        first += len(benchmark.items)
+    return counts
+
+
 def false_positives(index: Index, shown: str | None) -> dict[str, Any]:
     names, texts = zip(*documents(), strict=True)
     megabytes = sum(len(text.encode("utf-8")) for text in texts) / 1e6
@@ -145,6 +164,12 @@ def main() -> None:
             print(f"found by {rule}: {', '.join(FORMS)}")
             for name, row in shares.items():
                 print(f"  {name:<16}" + "".join(f"{share:>8.1%}" for share in row.values()))
+        result["siblings"] = {}
+        for rule in ("gpt3", "tulu3"):
+            result["siblings"][rule] = counts = siblings(benchmarks, index, rule)
+            print(f"every fifth item planted, by {rule}: planted, found, others found")
+            for name, row in counts.items():
+                print(f"  {name:<16}" + "".join(f"{count:>8,}" for count in row))
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
