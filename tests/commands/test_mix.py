@@ -30,7 +30,7 @@ def test_from_a_sweep_to_a_recipe_that_trains(swept, capsys):
     assert code == 0
     assert set(json.loads(out)["outcomes"]) == {"web", "code"}
 
-    code, out, _ = said(capsys, "propose", swept / "s", "--tokens", "2000", "--draws", "10")
+    code, out, _ = said(capsys, "propose", swept / "s", "--tokens", "2000", "--draws", "20")
     assert code == 0
     assert "decision: the " in out
     proposal = json.loads((swept / "s" / "proposal.json").read_text())
@@ -39,7 +39,17 @@ def test_from_a_sweep_to_a_recipe_that_trains(swept, capsys):
     assert {s.max_epochs for s in sources} == {4.0}
     assert proposal["targets"] == {"web": 1.0, "code": 3.0}
 
-    words = ["--tokens", "2e3", "--target", "code=1", "--max-epochs", "7", "--draws", "5", "--json"]
+    words = [
+        "--tokens",
+        "2e3",
+        "--target",
+        "code=1",
+        "--max-epochs",
+        "7",
+        "--draws",
+        "20",
+        "--json",
+    ]
     code, out, _ = said(capsys, "propose", swept / "s", *words)
     assert json.loads(out)["targets"] == {"web": 0.0, "code": 1.0}
     assert Run.load(swept / "s" / "proposal.toml").data.sources[0].max_epochs == 7.0
@@ -55,6 +65,30 @@ def test_from_a_sweep_to_a_recipe_that_trains(swept, capsys):
         (
             ["validate", "s", "--checkpoint", "x", "--steps", "1", "--mix", "a"],
             "is not NAME:DOMAIN",
+        ),
+        (["propose", "s", "--tokens", "nan"], "must be 1 or more"),
+        (["propose", "s", "--tokens", "1e3", "--max-epochs", "nan"], "a finite number above 0"),
+        (["propose", "s", "--tokens", "1e3", "--max-epochs", "-1"], "a finite number above 0"),
+        (["propose", "s", "--tokens", "1e3", "--draws", "19"], "at least 20"),
+        (["propose", "s", "--tokens", "1e3", "--draws", "-1"], "at least 20"),
+        (["propose", "s", "--tokens", "1e3", "--seed", "-1"], "at least 0"),
+        (["propose", "s", "--tokens", "1e3", "--target", "web=nan"], "0 or more"),
+        (["propose", "s", "--tokens", "1e3", "--target", "web=1", "web=2"], "'web' twice"),
+        (["sweep", "recipe.toml", "--out", "n", "--seed", "-1"], "--seed -1 must be at least 0"),
+        (["sweep", "recipe.toml", "--out", "n", "--procs", "0"], "--procs 0 must be at least 1"),
+        (["sweep", "recipe.toml", "--out", "n", "--runs", "0"], "--runs 0 must be at least 3"),
+        (["sweep", "recipe.toml", "--out", "n", "--natural", "0"], "must be at least 1"),
+        (["sweep", "recipe.toml", "--out", "n", "--power", "nan"], "must be a finite number"),
+        (["sweep", "recipe.toml", "--out", "n", "--runs", "5"], "--runs 6"),
+        (["doremi", "recipe.toml", "--out", "n", "--step-size", "nan"], "must be positive"),
+        (["doremi", "recipe.toml", "--out", "n", "--step-size", "inf"], "must be positive"),
+        (["doremi", "recipe.toml", "--out", "n", "--smoothing", "nan"], "between 0 and 1"),
+        (["validate", "s", "--checkpoint", "x", "--steps", "0", "--mix", "a:web=1"], "--steps 0"),
+        (["validate", "s", "--checkpoint", "x", "--steps", "1", "--procs", "0"], "--procs 0"),
+        (["validate", "s", "--checkpoint", "x", "--steps", "1", "--lr", "nan"], "--lr nan"),
+        (
+            ["validate", "s", "--checkpoint", "x", "--steps", "1", "--mix", "a:web=1", "a:code=1"],
+            "names 'a' twice",
         ),
         (["fit", "nowhere"], "mix sweep` first"),
         (["sweap"], "did you mean 'sweep'"),
@@ -74,6 +108,16 @@ def test_doremi_and_validate(swept, capsys):
     found = json.loads((out / "doremi.json").read_text())
     assert json.loads(shown) == found
     assert sum(found["weights"].values()) == pytest.approx(1)
+    # A second run with other settings is not mixed with the first; with the same it goes on.
+    for other, named in (
+        (["--step-size", "3"], "step_size (2.0, now 3.0)"),
+        (["--step-size", "2", "--smoothing", "0.1"], "smoothing"),
+        (["--step-size", "2", "--reference", out / "reference"], "reference"),
+    ):
+        code, _, err = said(capsys, "doremi", recipe_path, "--out", out, *other)
+        assert code == 2
+        assert named in err
+    assert said(capsys, "doremi", recipe_path, "--out", out, "--step-size", "2")[0] == 0
 
     mixes = ["--mix", "even:web=0.5,code=0.5", "web:web=1"]
     words = ["--checkpoint", out / "reference", "--steps", "2", "--seeds", "1", *mixes]

@@ -85,7 +85,8 @@ def test_the_natural_mixture_stays_where_the_gain_is_noise():
     [
         (0.05, 0.01, 0.02, 0.9, "proposed", "above the noise"),
         (0.05, 0.0, 0.02, 0.9, "natural", "may be none"),
-        (0.05, 0.01, 0.05, 0.9, "natural", "inside the noise"),
+        (0.05, 0.01, 0.036, 0.9, "natural", "inside the noise"),
+        (0.05, 0.01, 0.035, 0.9, "proposed", "above the noise"),
         (0.05, 0.01, 0.02, 0.0, "natural", "no better than chance"),
         (0.05, 0.01, 0.02, math.nan, "natural", "no better than chance"),
     ],
@@ -94,6 +95,88 @@ def test_every_reason_to_stay(gain, gain_low, noise, spearman, decision, why):
     found = mix.decide(gain, gain_low, noise, spearman)
     assert found[0] == decision
     assert why in found[1]
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_no_decision_rests_on_numbers_that_are_none(place, number):
+    numbers = [0.05, 0.01, 0.02]
+    numbers[place] = number
+    with pytest.raises(DataError, match="all must be finite"):
+        mix.decide(*numbers, 0.9)
+
+
+def test_a_chosen_optimum_flatters_itself():
+    """Under pure noise the law's own promise is positive, and what is left of it is not."""
+    flat = LogLinear(np.full(3, 2.0), np.zeros((3, 3)))
+    mixtures, losses = runs(flat, noise=0.02)
+    found = proposed(mixtures_RD=mixtures, losses_RO=losses)
+    promised = found.natural_loss - found.proposed_loss
+    assert promised > 0
+    assert found.optimism > 0.5 * promised
+    assert found.gain == pytest.approx(promised - found.optimism)
+    # A gain that is there is hardly touched.
+    found = proposed()
+    assert abs(found.optimism) < 0.1 * (found.natural_loss - found.proposed_loss)
+
+
+def test_copies_that_differ_by_more_than_the_gain_keep_the_natural_mixture():
+    mixtures, losses = runs(noise=0.002)
+    natural = np.array([[0.8, 0.15, 0.05]] * 2)
+    for apart, decision in ((0.002, "proposed"), (1.0, "natural")):
+        copies = EVEN.predict(natural) + apart * np.array([[0.5], [-0.5]])
+        found = proposed(
+            mixtures_RD=np.vstack([natural, mixtures]), losses_RO=np.vstack([copies, losses])
+        )
+        assert found.seed_noise == pytest.approx(apart / 2**0.5)
+        assert found.decision == decision
+    assert proposed().seed_noise is None
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"max_epochs": [4.0, math.nan, 4.0]}, "max_epochs=nan must be a positive number"),
+        ({"max_epochs": [4.0, -1.0, 4.0]}, "max_epochs=-1 must be a positive number"),
+        ({"num_draws": 19}, "the fewest is 20"),
+    ],
+)
+def test_numbers_that_cannot_be(change, wrong):
+    with pytest.raises(ConfigError, match=wrong):
+        proposed(**change)
+    assert proposed(num_draws=20).num_runs == 20
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "default", "advice", "change"),
+    [
+        # 8 + 1.5 M tokens at the default, 0.5 M at the recipe's 2 epochs.
+        ([None, None, 2.0], 4.0, "raise --max-epochs to 5.16 from 4", {"default_epochs": 5.16}),
+        ([None, None, 2.0], 1.0, "raise --max-epochs to 5.16 from 1", {"default_epochs": 5.16}),
+        (
+            [4.0, 4.0, 4.0],
+            9.0,
+            "multiply the recipe's max_epochs by 1.25",
+            {"max_epochs": [5.0, 5.0, 5.0]},
+        ),
+    ],
+)
+def test_the_advice_about_caps_is_the_least_that_helps(max_epochs, default, advice, change):
+    values = {
+        "total_tokens": 50_000_000,
+        "max_epochs": max_epochs,
+        "default_epochs": default,
+        "num_draws": 20,
+    }
+    with pytest.raises(DataError, match=f"or {advice}"):
+        proposed(**values)
+    assert proposed(**{**values, **change}).total_tokens == 50_000_000
+    less = {
+        key: value - 0.02 if key == "default_epochs" else [v - 0.02 for v in value]
+        for key, value in change.items()
+    }
+    with pytest.raises(DataError, match="cannot be read"):
+        proposed(**{**values, **less})
 
 
 def test_targets_choose_what_is_minimised():

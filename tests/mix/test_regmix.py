@@ -31,12 +31,12 @@ def rank_correlation(law, num_runs):
 
 
 def test_log_linear_ranks_1b_models_at_least_as_well_as_published():
-    assert rank_correlation("log-linear", 512) == pytest.approx(0.984, abs=0.005)  # .952
+    assert rank_correlation("log-linear", 512) >= 0.952
 
 
 @needs_trees
 def test_trees_rank_1b_models_as_published():
-    assert rank_correlation("trees", 512) == pytest.approx(0.965, abs=0.01)
+    assert rank_correlation("trees", 512) >= 0.96
 
 
 @needs_trees

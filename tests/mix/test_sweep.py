@@ -1,10 +1,19 @@
 import csv
 import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stepwell.config import Run
 from stepwell.mix import sweep as mix
+from stepwell.mix.design import maximin_design
+from stepwell.mix.fit import cross_validate, fewest_mixtures
+from stepwell.train.lock import folder_lock
 from stepwell.types import ConfigError, DataError, TrainingError
 from tests.runs import MODEL, write_store
 
@@ -82,7 +91,7 @@ def test_a_changed_plan_is_refused(stores, tmp_path):
     with pytest.raises(ConfigError, match=r"recipe.train.steps \(3, now 4\)"):
         mix.sweep(recipe(stores, **{"train.steps": 4}), tmp_path / "s", 2, num_natural=1)
     with pytest.raises(ConfigError, match="design.kind"):
-        mix.sweep(recipe(stores), tmp_path / "s", 2, "maximin", num_natural=1)
+        mix.sweep(recipe(stores), tmp_path / "s", 2, "dirichlet", num_natural=1)
     assert len(mix.load_sweep(tmp_path / "s").runs) == 2
 
 
@@ -147,3 +156,124 @@ def test_a_run_that_fails_in_a_process_of_its_own_says_why(stores, tmp_path):
     wild = {"optim.lr": 1e4, "guard.action": "stop", "train.steps": 30}
     with pytest.raises(TrainingError, match=r"proxy 000\d: .*loss"):
         mix.sweep(recipe(stores, **wild), tmp_path / "s", 3, num_natural=1, num_procs=2)
+
+
+def test_the_design_must_be_enough_for_a_law(stores):
+    """Two domains: 4 different mixtures for the law, and a fold of them that is left out."""
+    for runs, natural in ((6, 2), (5, 1)):
+        mix.check_design(recipe(stores), runs, "auto", 0.5, natural, 0)
+        with pytest.raises(ConfigError, match=f"the nearest legal value is --runs {runs}"):
+            mix.check_design(recipe(stores), runs - 1, "auto", 0.5, natural, 0)
+    assert [fewest_mixtures(d) for d in (2, 3, 6)] == [5, 6, 9]
+    mixtures = maximin_design(np.array([0.5, 0.3, 0.2]), 6)
+    cross_validate("log-linear", mixtures, 3 + mixtures[:, :1])
+
+
+def test_auto_spreads_few_domains(stores, tmp_path):
+    mix.sweep(recipe(stores), tmp_path / "s", 2, num_natural=1)
+    assert json.loads((tmp_path / "s" / mix.SWEEP).read_text())["design"]["kind"] == "maximin"
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        ({"num_runs": 1}, "the nearest legal value is 2"),
+        ({"num_runs": 0}, "the nearest legal value is 2"),
+        ({"seed": -1}, "seed=-1"),
+        ({"power": float("nan")}, "power=nan"),
+    ],
+)
+def test_designs_that_cannot_be(stores, more, wrong):
+    domains, _ = mix.domains_of(recipe(stores))
+    values = {"num_runs": 3, "design": "dirichlet", "num_natural": 1}
+    assert len(mix.mixtures_of(domains, **values)) == 3
+    with pytest.raises(ConfigError, match=wrong):
+        mix.mixtures_of(domains, **{**values, **more})
+
+
+def test_runs_that_repeat_more_than_the_recipe_allows_are_named_before(stores, tmp_path):
+    tight = [{"path": str(stores / "train" / n), "max_epochs": 0.2} for n in ("web", "code")]
+    said = []
+    mix.sweep(
+        recipe(stores, **{"data.sources": tight}), tmp_path / "s", 3, num_natural=1, say=said.append
+    )
+    assert said[0].startswith("warning: run ")
+    domain = mix.Domain("web", "x", 100, 1.0, max_epochs=2.0)
+    assert mix.overread([domain], [0.5], 400) == []
+    assert "reads web 2.1 times" in mix.overread([domain], [0.5], 420)[0]
+
+
+def test_one_store_is_no_two_domains(stores, tmp_path):
+    (tmp_path / "link").symlink_to(stores / "train" / "web")
+    sources = [{"path": str(stores / "train" / "web")}, {"path": str(tmp_path / "link")}]
+    with pytest.raises(ConfigError, match="hold the same tokens"):
+        mix.domains_of(recipe(stores, **{"data.sources": sources}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        (mix.SWEEP, "{", "is damaged"),
+        (mix.SWEEP, "[]", "holds no object"),
+        (mix.SWEEP, "{}", "is no sweep's plan"),
+        (mix.RUNS, '{"run": 0}', "line 1 of"),
+        (mix.RUNS, '{"run": 0, "se', "line 1 of"),
+        (
+            mix.RUNS,
+            '{"run": 0, "seed": 0, "weights": {}, "losses": {"web": NaN}, "seconds": 1}',
+            "not finite",
+        ),
+        (
+            mix.RUNS,
+            '{"run": 0, "seed": 0, "weights": {}, "losses": {}, "seconds": 1}',
+            "of another sweep",
+        ),
+    ],
+)
+def test_damaged_files_are_named(stores, tmp_path, name, text, wrong):
+    domains, targets = mix.domains_of(recipe(stores))
+    plan = {
+        "domains": [asdict(d) for d in domains],
+        "targets": [asdict(t) for t in targets],
+        "recipe": recipe(stores).model_dump(mode="json", exclude_none=True),
+    }
+    (tmp_path / mix.SWEEP).write_text(json.dumps(plan))
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=wrong):
+        mix.load_sweep(tmp_path)
+
+
+def test_workers_die_with_a_killed_sweep_which_then_goes_on(stores, tmp_path):
+    path, out = tmp_path / "recipe.toml", tmp_path / "s"
+    recipe(stores, **{"train.steps": 300}).save(path)
+    words = ["mix", "sweep", str(path), "--out", str(out), "--runs", "6", "--procs", "2"]
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "stepwell.cli", *words], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not list(out.glob("runs/*/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.05)
+    workers = [int(pid) for pid in _children(parent.pid)]
+    assert len(workers) >= 2
+    parent.kill()
+    parent.wait()
+    while any(Path(f"/proc/{pid}").exists() and not _zombie(pid) for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begun = {p.parent for p in out.glob("runs/*/run.toml")}
+    for folder in begun:
+        with folder_lock(folder):
+            pass
+
+
+def _children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def _zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True

@@ -24,7 +24,8 @@ def test_each_mixture_is_annealed_from_the_same_checkpoint_with_every_seed(paren
     domains, targets = sweep.domains_of(parent)
     out, said = tmp_path / "v", []
     found = validate.validate(parent.dir, MIXES, domains, targets, out, 4, [0, 1], say=said.append)
-    assert len(said) == 4
+    assert "learning rate 0.01, 100.0% of the run's peak" in said[0]
+    assert len(said) == 5
     assert [v.mix for v in found] == ["natural", "web"]
     anneals = [json.loads(line) for line in (out / validate.ANNEALS).read_text().splitlines()]
     losses = {(a["mix"], a["seed"]): a["losses"] for a in anneals}
@@ -41,6 +42,8 @@ def test_each_mixture_is_annealed_from_the_same_checkpoint_with_every_seed(paren
     lines = read_lines(out / "web-1" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [7, 8, 9, 10]
     rates = [line["train/lr"] for line in lines]
+    assert run.data.order == "shuffled"
+    assert found[0].lr == parent.optim.lr
     assert rates[0] == pytest.approx(parent.optim.lr)
     assert sorted(rates, reverse=True) == rates
     assert rates[-1] < 0.2 * rates[0]
@@ -51,19 +54,64 @@ def test_each_mixture_is_annealed_from_the_same_checkpoint_with_every_seed(paren
     more = validate.validate(
         parent.dir, MIXES, domains, targets, out, 4, [0, 1, 2], say=again.append
     )
-    assert len(again) == 2
+    assert len(again) == 3
     assert more[1].error is not None
     with pytest.raises(ConfigError, match="num_steps"):
         validate.validate(parent.dir, MIXES, domains, targets, out, 5, [0])
 
 
-def test_a_gain_is_sure_above_twice_its_error():
-    verdict = lambda error: validate.Verdict("m", 1.0, 0.1, error, {})
-    assert verdict(0.049).sure
-    assert not verdict(0.05).sure
-    assert not verdict(None).sure
-    text = validate.as_text([validate.Verdict("natural", 1.1, 0.0, None, {}), verdict(None)])
-    assert "one seed: no error known" in text
+def test_a_gain_is_sure_where_students_interval_lies_above_0():
+    verdict = lambda error, seeds: validate.Verdict("m", 1.0, 0.1, error, {}, seeds)
+    # Student's quantiles for 1, 2 and 30 degrees of freedom.
+    for seeds, quantile in ((2, 12.706), (3, 4.303), (31, 2.042)):
+        assert verdict(0.0999 / quantile, seeds).sure
+        assert not verdict(0.1001 / quantile, seeds).sure
+        assert verdict(0.01, seeds).half_width == pytest.approx(0.01 * quantile, rel=1e-3)
+    assert not verdict(None, 1).sure
+    first = validate.Verdict("natural", 1.1, 0.0, None, {}, 1)
+    assert "one seed: no error known" in validate.as_text([first, verdict(None, 1)])
+    assert "95 % interval -0.0271 to +0.2271" in validate.as_text([first, verdict(0.01, 2)])
+
+
+def test_anneals_begin_with_the_checkpoints_rate(stores, tmp_path):  # noqa: F811
+    more = {
+        "dir": str(tmp_path / "decayed"),
+        "train.steps": 8,
+        "optim.schedule.decay_steps": 4,
+        "checkpoint.every_steps": 6,
+        "data.order": "sequential",
+    }
+    decayed = recipe(stores, **more)
+    pretrain(decayed)
+    domains, targets = sweep.domains_of(decayed)
+    for place, lr in ((6, 0.01 * (1 - 0.5**0.5)), (8, 0.01 * (1 - 0.75**0.5))):
+        folder = tmp_path / "decayed" / "checkpoints" / f"step-{place:08d}"
+        out, said = tmp_path / f"v{place}", []
+        found = validate.validate(folder, MIXES, domains, targets, out, 2, [0], say=said.append)
+        assert found[1].lr == pytest.approx(lr)
+        lines = read_lines(out / "web-0" / "metrics.jsonl")
+        assert lines[0]["train/lr"] == pytest.approx(lr)
+        assert Run.load(out / "web-0" / "run.toml").data.order == "shuffled"
+        assert said[0].startswith("warning") == (lr < 0.001)
+    out = tmp_path / "given"
+    found = validate.validate(folder, MIXES, domains, targets, out, 2, [0], lr=0.004)
+    assert read_lines(out / "web-0" / "metrics.jsonl")[0]["train/lr"] == pytest.approx(0.004)
+    with pytest.raises(ConfigError, match="lr"):
+        validate.validate(folder, MIXES, domains, targets, out, 2, [0])
+    with pytest.raises(ConfigError, match="must be a positive number"):
+        validate.validate(folder, MIXES, domains, targets, tmp_path / "x", 2, [0], lr=float("nan"))
+
+
+def test_a_trunk_within_a_stage_and_caps_of_its_own_can_be_validated(stores, tmp_path):  # noqa: F811
+    run = recipe(stores, dir=str(tmp_path / "staged"), **{"train.steps": 4})
+    sources = [{**s.model_dump(), "max_epochs": 9.0} for s in run.data.sources]
+    stages = [{"start": 0.5, "sources": sources}]
+    more = {"data.sources": sources, "data.stages": stages}
+    run = Run.parse(run.model_dump(mode="json", exclude_none=True), more)
+    pretrain(run)
+    domains, targets = sweep.domains_of(recipe(stores))
+    found = validate.validate(run.dir, MIXES, domains, targets, tmp_path / "v", 2, [0])
+    assert [v.mix for v in found] == ["natural", "web"]
 
 
 @pytest.mark.parametrize(

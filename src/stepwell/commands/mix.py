@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +42,9 @@ class SweepOptions:
     """The sweep's folder."""
     runs: int = 32
     """How many proxies in all; may be raised later."""
-    design: Literal["dirichlet", "maximin"] = "dirichlet"
-    """dirichlet: around the sizes (RegMix); maximin: spread over all mixtures, for few domains."""
+    design: Literal["auto", "dirichlet", "maximin"] = "auto"
+    """dirichlet: around the sizes (RegMix); maximin: spread over all mixtures; auto: maximin for up
+    to 4 domains, dirichlet for more."""
     power: float = 0.5
     """The design's centre is size to this power: 1 natural, 0 uniform."""
     natural: int = 2
@@ -124,6 +126,8 @@ class ValidateOptions:
     """How many times each mixture is annealed."""
     mix: tuple[str, ...] = ()
     """NAME:DOMAIN=WEIGHT,DOMAIN=WEIGHT; the first is what the others are compared with."""
+    lr: float | None = None
+    """The rate that the anneals begin with; without it, the checkpoint's."""
     out: Place = None
     """Where to write; without it, DIR/validate."""
     procs: int = 1
@@ -154,14 +158,18 @@ def sweep(argv: Sequence[str]) -> int:
     options = parse_options("mix sweep", SweepOptions, argv)
     from stepwell.mix import sweep as mix
 
+    _number("--power", options.power, None)
+    _count("--natural", options.natural)
+    _count("--procs", options.procs)
+    _count("--seed", options.seed, 0)
+    _count("--runs", options.runs, options.natural + 1)
+    recipe = _recipe(options.recipe)
+    plan = (options.runs, options.design, options.power, options.natural, options.seed)
+    mix.check_design(recipe, *plan)
     found = mix.sweep(
-        _recipe(options.recipe),
+        recipe,
         options.out,
-        options.runs,
-        options.design,
-        options.power,
-        options.natural,
-        options.seed,
+        *plan,
         options.procs,
         say=_say,
     )
@@ -217,8 +225,13 @@ def _fit_text(result: dict[str, Any]) -> str:
 def propose(argv: Sequence[str]) -> int:
     options = parse_options("mix propose", ProposeOptions, argv)
     from stepwell.mix import table
+    from stepwell.mix.propose import LEAST_DRAWS
     from stepwell.mix.propose import propose as find
 
+    _number("--max-epochs", options.max_epochs)
+    _count("--draws", options.draws, LEAST_DRAWS)
+    _count("--seed", options.seed, 0)
+    tokens = _whole("--tokens", options.tokens)
     found = _sweep(options.folder)
     epochs = {d.name: d.max_epochs or options.max_epochs for d in found.domains}
     proposal = find(
@@ -227,11 +240,12 @@ def propose(argv: Sequence[str]) -> int:
         found.mixtures,
         found.losses,
         targets_of(found, options.target),
-        _whole("--tokens", options.tokens),
-        list(epochs.values()),
+        tokens,
+        [domain.max_epochs for domain in found.domains],
         options.law,
         options.draws,
         options.seed,
+        options.max_epochs,
     )
     folder = Path(options.folder)
     text = json.dumps(table.as_json(proposal), indent=1)
@@ -262,13 +276,24 @@ def targets_of(found: Sweep, words: Sequence[str]) -> dict[str, float]:
 
 def doremi(argv: Sequence[str]) -> int:
     options = parse_options("mix doremi", DoremiOptions, argv)
+    from stepwell.mix.doremi import check_settings
     from stepwell.mix.doremi import doremi as find
-    from stepwell.mix.sweep import domains_of
+    from stepwell.mix.sweep import check_plan, domains_of
+    from stepwell.train.lock import folder_lock
     from stepwell.train.pretrain import pretrain
 
+    check_settings(options.step_size, options.smoothing)
     recipe, out = _recipe(options.recipe), Path(options.out)
     domains, _ = domains_of(recipe)
     reference = options.reference
+    plan = {
+        "recipe": recipe.model_dump(mode="json", exclude_none=True, exclude={"dir", "name"}),
+        "reference": None if reference is None else str(Path(reference).absolute()),
+        "step_size": options.step_size,
+        "smoothing": options.smoothing,
+    }
+    with folder_lock(out):
+        check_plan(out / "plan.json", plan, f"doremi in {out}")
     if reference is None:
         run = _named(recipe, out / "reference", "reference")
         pretrain(run)
@@ -294,8 +319,11 @@ def validate(argv: Sequence[str]) -> int:
 
     from stepwell.mix import validate as mix
 
+    _count("--procs", options.procs)
+    if options.lr is not None:
+        _number("--lr", options.lr)
     found = _sweep(options.folder)
-    mixes = dict(_mix(word) for word in options.mix) or _proposed(Path(options.folder))
+    mixes = _mixes(options.mix) or _proposed(Path(options.folder))
     verdicts = mix.validate(
         options.checkpoint,
         mixes,
@@ -305,6 +333,7 @@ def validate(argv: Sequence[str]) -> int:
         _count("--steps", options.steps),
         range(_count("--seeds", options.seeds)),
         options.procs,
+        options.lr,
         say=_say,
     )
     if options.json:
@@ -319,8 +348,23 @@ def _proposed(folder: Path) -> dict[str, dict[str, float]]:
     path = folder / PROPOSAL
     if not path.is_file():
         raise DataError(f"{folder} holds no proposal; `stepwell mix propose` first, or give --mix")
-    domains = json.loads(path.read_text("utf-8"))["domains"]
-    return {kind: {d["name"]: d[kind] for d in domains} for kind in (NATURAL, PROPOSED)}
+    from stepwell.mix.sweep import read_json
+
+    try:
+        domains = read_json(path)["domains"]
+        return {kind: {d["name"]: d[kind] for d in domains} for kind in (NATURAL, PROPOSED)}
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is no proposal: {error}; `stepwell mix propose` again") from error
+
+
+def _mixes(words: Sequence[str]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for word in words:
+        name, weights = _mix(word)
+        if name in found:
+            raise ConfigError(f"--mix names {name!r} twice; give each mixture a name of its own")
+        found[name] = weights
+    return found
 
 
 def _mix(word: str) -> tuple[str, dict[str, float]]:
@@ -337,9 +381,14 @@ def _weights(words: Sequence[str], option: str) -> dict[str, float]:
     for word in words:
         name, equals, number = word.rpartition("=")
         try:
-            found[name] = float(number)
+            weight = float(number)
         except ValueError:
-            equals = ""
+            equals, weight = "", 0.0
+        if equals and not (math.isfinite(weight) and weight >= 0):
+            raise ConfigError(f"{option} {word!r}: a weight is a number of 0 or more")
+        if equals and name in found:
+            raise ConfigError(f"{option} names {name!r} twice; give it once")
+        found[name] = weight
         if not equals:
             raise ConfigError(f"{option} {word!r} is not NAME=NUMBER, e.g. web=0.5")
     return found
@@ -351,9 +400,16 @@ def _whole(option: str, number: float) -> int:
     return int(number)
 
 
-def _count(option: str, number: int) -> int:
-    if number < 1:
-        raise ConfigError(f"{option} {number} must be 1 or more")
+def _count(option: str, number: int, least: int = 1) -> int:
+    if number < least:
+        raise ConfigError(f"{option} {number} must be at least {least}, the nearest legal value")
+    return number
+
+
+def _number(option: str, number: float, above: float | None = 0.0) -> float:
+    if not math.isfinite(number) or (above is not None and number <= above):
+        kind = "a finite number" if above is None else f"a finite number above {above:g}"
+        raise ConfigError(f"{option} {number:g} must be {kind}")
     return number
 
 

@@ -256,8 +256,8 @@ def first_cause(exit_codes: Mapping[int, int], killed: Sequence[int] = ()) -> in
     return (own or list(exit_codes))[0]
 
 
-def end_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """Has the kernel send this rank SIGTERM when its launcher dies, even by kill -9.
+def end_with_launcher(environ: MutableMapping[str, str], number: int = signal.SIGTERM) -> None:
+    """Has the kernel send this rank a signal when its launcher dies, even by kill -9.
 
     Otherwise orphaned ranks would go on writing into a run that has been started again. Linux
     only.
@@ -266,9 +266,9 @@ def end_with_launcher(environ: MutableMapping[str, str]) -> None:
         return
     launcher = int(environ.pop(LAUNCHER))
     set_parent_death_signal = 1
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, number)
     if os.getppid() != launcher:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 def _failure(rank: int, code: int, ranks: LocalRanks, folder: Any) -> RankFailed:

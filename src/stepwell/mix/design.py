@@ -17,6 +17,7 @@ POWER = 0.5
 STRENGTHS = (0.1, 5.0)
 MIN_WEIGHT = 1e-3
 POOL, LEAST = 4096, 0.2
+MOST_DRAWS = 1000
 
 
 def proportions(sizes: Sequence[float] | np.ndarray, power: float = 1.0) -> np.ndarray:
@@ -41,15 +42,21 @@ def dirichlet_design(
     """(R, D): each mixture from Dirichlet(strength * base), its strength drawn log-uniformly
     (RegMix, 2407.01492): from nearly one domain alone to close to the base.
 
-    Weights below min_weight become 0.
+    Weights below min_weight become 0; a mixture that is there already is drawn again.
     """
     base_D = np.asarray(base, np.float64) / np.sum(base)
     low, high = np.log(strengths)
     rows = []
+    known: set[bytes] = set()
     for number in range(num_runs):
         generator = np.random.default_rng([seed, number])
-        strength = np.exp(generator.uniform(low, high))
-        rows.append(_without_crumbs(generator.dirichlet(strength * base_D), min_weight))
+        for _ in range(MOST_DRAWS):
+            strength = np.exp(generator.uniform(low, high))
+            row_D = _without_crumbs(generator.dirichlet(strength * base_D), min_weight)
+            if (row_D.round(6) + 0.0).tobytes() not in known:
+                break
+        known.add((row_D.round(6) + 0.0).tobytes())
+        rows.append(row_D)
     return np.array(rows).reshape(num_runs, len(base_D))
 
 

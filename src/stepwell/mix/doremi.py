@@ -6,6 +6,7 @@ D domains, B rows, T tokens a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,11 +141,7 @@ def doremi(
             f"train.global_batch_rows={rows} must give each of {num_domains} domains (2 or more) a "
             f"row a step; the nearest legal value is {max(num_domains, 2)}"
         )
-    if not (0 < smoothing < 1 and step_size > 0):
-        raise ConfigError(
-            f"step_size={step_size} must be positive and smoothing={smoothing} between 0 and 1; "
-            f"the paper has {STEP_SIZE:g} and {SMOOTHING:g}"
-        )
+    check_settings(step_size, smoothing)
     fingerprint = stores[0].manifest["tokenizer"]
     with open_session(run, tokenizer=fingerprint, console=console) as session:
         teacher = _reference(run, reference, session)
@@ -161,6 +158,15 @@ def doremi(
                 continue
             session.after_step({STREAM: state, "weights": weights.state()})
         return weights
+
+
+def check_settings(step_size: float, smoothing: float) -> None:
+    """Raises ConfigError for numbers that no update can have."""
+    if not (0 < smoothing < 1 and math.isfinite(step_size) and step_size > 0):
+        raise ConfigError(
+            f"step_size={step_size} must be positive and smoothing={smoothing} between 0 and 1; "
+            f"the paper has {STEP_SIZE:g} and {SMOOTHING:g}"
+        )
 
 
 def _reference(run: Run, reference: str | Path, session: Session) -> Engine:

@@ -81,6 +81,15 @@ def fit(law: Law, mixtures_RD: np.ndarray, losses_RO: np.ndarray, seed: int = 0)
     return fit_log_linear(mixtures_RD, losses_RO)
 
 
+def fewest_mixtures(num_domains: int) -> int:
+    """Different mixtures that a law needs, and its cross-validation, which leaves a fold of them
+    out."""
+    fewest = num_domains + 2
+    while fewest - -(-fewest // min(NUM_FOLDS, fewest)) < num_domains + 2:
+        fewest += 1
+    return fewest
+
+
 def check_runs(mixtures_RD: np.ndarray, losses_RO: np.ndarray) -> None:
     """Raises DataError for numbers that no law can be fitted to."""
     num_runs, num_domains = mixtures_RD.shape

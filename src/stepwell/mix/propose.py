@@ -27,6 +27,8 @@ from stepwell.types import ConfigError, DataError
 # Up to 4 epochs, repeated data are nearly as good as new ones (2305.16264).
 MAX_EPOCHS = 4.0
 NUM_DRAWS = 200
+# A 5 % quantile of fewer is none.
+LEAST_DRAWS = 20
 NUM_CANDIDATES = 4096
 # What counts as another weight than the natural one.
 MOVED = 0.01
@@ -57,8 +59,12 @@ class DomainProposal:
 class Proposal:
     """decision: "proposed", or "natural" where the gain is inside the noise; `why` says so.
 
-    target losses are in nats, predicted; gain_low, gain_high: 5 and 95 % of the bootstrap.
-    noise: standard deviation of the target's error when a run is left out of the fit.
+    target losses are in nats, predicted. gain: their difference less `optimism`, by which an
+    optimum looks better than it is to the law that it was chosen by (the mean over the bootstrap's
+    draws of what the drawn law promises of its own optimum less what the law drawn from says of it;
+    Efron, 1983). gain_low, gain_high: 5 and 95 % of the gain by these draws.
+    noise: standard deviation of the target's error when a run is left out of the fit. seed_noise:
+    of the copies of one mixture, which differ in their seeds only (None without copies).
     predicted_runs: the target of each run, predicted without it; spearman: their rank correlation
     with what was measured.
     """
@@ -71,9 +77,11 @@ class Proposal:
     natural_loss: float
     proposed_loss: float
     gain: float
+    optimism: float
     gain_low: float
     gain_high: float
     noise: float
+    seed_noise: float | None
     spearman: float
     predicted_runs: tuple[float, ...]
     decision: str
@@ -95,22 +103,29 @@ def propose(
     losses_RO: np.ndarray,
     targets: dict[str, float],
     total_tokens: int,
-    max_epochs: Sequence[float] | None = None,
+    max_epochs: Sequence[float | None] | None = None,
     law: Law = "log-linear",
     num_draws: int = NUM_DRAWS,
     seed: int = 0,
+    default_epochs: float = MAX_EPOCHS,
 ) -> Proposal:
     """The mixture with the lowest predicted target, the mean of the outcomes weighted by `targets`
     (name of each outcome, in their order -> weight).
 
     It stays within the range of weights that the runs have seen, and every domain is read at most
-    max_epochs times (default MAX_EPOCHS) in total_tokens. The natural mixture (by size, within the
-    same caps) is kept unless the gain is positive in 95 % of the draws and larger than the noise.
-    Raises DataError where the caps leave no mixture, ConfigError for unusable targets.
+    max_epochs times (None: default_epochs) in total_tokens. The natural mixture (by size, within
+    the same caps) is kept unless the gain is positive in 95 % of the draws and above the noise.
+    Raises DataError where the caps leave no mixture, ConfigError for unusable targets, caps, draws.
     """
     target_O = _target(targets)
-    caps_D = repetition_caps(unique_tokens, total_tokens, max_epochs)
-    check_caps(caps_D, names, total_tokens)
+    if num_draws < LEAST_DRAWS:
+        raise ConfigError(
+            f"draws={num_draws} of the bootstrap have no 5 % quantile; the fewest is {LEAST_DRAWS}"
+        )
+    max_epochs = [None] * len(names) if max_epochs is None else max_epochs
+    epochs = [default_epochs if most is None else most for most in max_epochs]
+    caps_D = repetition_caps(unique_tokens, total_tokens, epochs)
+    check_caps(caps_D, names, unique_tokens, total_tokens, max_epochs, default_epochs)
     natural_D = within(proportions(unique_tokens), np.zeros(len(names)), caps_D)
     low_D = np.minimum(mixtures_RD.min(0), natural_D)
     high_D = np.minimum(np.maximum(mixtures_RD.max(0), natural_D), caps_D)
@@ -122,12 +137,14 @@ def propose(
         [optimum(drawn, target_O, low_D, high_D, proposed_D, seed) for drawn in draws]
     )
     both = np.stack([natural_D, proposed_D])
-    gains_S = np.array([-np.diff(drawn.predict(both) @ target_O)[0] for drawn in draws])
     natural_loss, proposed_loss = (best.predict(both) @ target_O).tolist()
+    optimism_S = optimism(best, draws, optima_SD, natural_D, target_O)
+    gains_S = natural_loss - proposed_loss - optimism_S
     noise, spearman = target_quality(quality, losses_RO, target_O)
+    seed_noise = spread_of_copies(mixtures_RD, losses_RO @ target_O)
     gain_low, gain_high = np.percentile(gains_S, [5, 95]).tolist()
-    gain = natural_loss - proposed_loss
-    decision, why = decide(gain, gain_low, noise, spearman)
+    gain = float(gains_S.mean())
+    decision, why = decide(gain, gain_low, max(noise, seed_noise or 0.0), spearman)
     effect_D = effects(best, target_O, natural_D)
     edges = np.percentile(optima_SD, [5, 95], axis=0)
     domains = tuple(
@@ -155,9 +172,11 @@ def propose(
         natural_loss=natural_loss,
         proposed_loss=proposed_loss,
         gain=gain,
+        optimism=float(optimism_S.mean()),
         gain_low=gain_low,
         gain_high=gain_high,
         noise=noise,
+        seed_noise=seed_noise,
         spearman=spearman,
         predicted_runs=tuple((quality.predicted_RO @ target_O).tolist()),
         decision=decision,
@@ -166,21 +185,74 @@ def propose(
 
 
 def repetition_caps(
-    unique_tokens: Sequence[int], total_tokens: int, max_epochs: Sequence[float] | None = None
+    unique_tokens: Sequence[int], total_tokens: int, max_epochs: Sequence[float]
 ) -> np.ndarray:
-    """The largest weight of each domain (at most 1): weight * total <= epochs * unique tokens."""
-    epochs_D = np.full(len(unique_tokens), MAX_EPOCHS) if max_epochs is None else max_epochs
-    return np.minimum(1.0, np.asarray(epochs_D) * np.asarray(unique_tokens) / total_tokens)
+    """The largest weight of each domain (at most 1): weight * total <= epochs * unique tokens.
+    Raises ConfigError for a cap that is no positive number."""
+    for most in max_epochs:
+        if not (math.isfinite(most) and most > 0):
+            raise ConfigError(
+                f"max_epochs={most:g} must be a positive number; the nearest usual value is "
+                f"{MAX_EPOCHS:g}"
+            )
+    return np.minimum(1.0, np.asarray(max_epochs) * np.asarray(unique_tokens) / total_tokens)
 
 
-def check_caps(caps_D: np.ndarray, names: Sequence[str], total_tokens: int) -> None:
-    if caps_D.sum() < 1 - 1e-9:
-        most = math.floor(caps_D.sum() * total_tokens)
-        raise DataError(
-            f"{total_tokens:,} tokens cannot be read from {', '.join(names)} within their caps on "
-            f"epochs; the most is {most:,} (lower --tokens, or raise --max-epochs to "
-            f"{MAX_EPOCHS / caps_D.sum():.1f} from {MAX_EPOCHS:g})"
-        )
+def check_caps(
+    caps_D: np.ndarray,
+    names: Sequence[str],
+    unique_tokens: Sequence[int],
+    total_tokens: int,
+    max_epochs: Sequence[float | None],
+    default_epochs: float,
+) -> None:
+    """Raises DataError where the caps leave no mixture, with what would: a larger default for the
+    domains that the recipe leaves to it, or larger caps of all where it leaves none."""
+    if caps_D.sum() >= 1 - 1e-9:
+        return
+    most = math.floor(caps_D.sum() * total_tokens)
+    free = [d for d, epochs in enumerate(max_epochs) if epochs is None]
+    if free:
+        fixed = sum(caps_D[d] for d in range(len(names)) if d not in free)
+        needed = (1 - fixed) * total_tokens / sum(unique_tokens[d] for d in free)
+        advice = f"raise --max-epochs to {_rounded_up(needed)} from {default_epochs:g}"
+    else:
+        advice = f"multiply the recipe's max_epochs by {_rounded_up(1 / float(caps_D.sum()))}"
+    raise DataError(
+        f"{total_tokens:,} tokens cannot be read from {', '.join(names)} within their caps on "
+        f"epochs; the most is {most:,} (lower --tokens, or {advice})"
+    )
+
+
+def _rounded_up(number: float) -> str:
+    return f"{math.ceil(number * 100 - 1e-9) / 100:g}"
+
+
+def optimism(
+    best: LogLinear | Trees,
+    draws: Sequence[LogLinear | Trees],
+    optima_SD: np.ndarray,
+    natural_D: np.ndarray,
+    target_O: np.ndarray,
+) -> np.ndarray:
+    """(S): how much more each drawn law promises of its own optimum than the law that its data were
+    drawn from, which is the truth there."""
+    out = []
+    for drawn, optimum_D in zip(draws, optima_SD, strict=True):
+        both = np.stack([natural_D, optimum_D])
+        promised, true = (-np.diff(law.predict(both) @ target_O)[0] for law in (drawn, best))
+        out.append(promised - true)
+    return np.array(out)
+
+
+def spread_of_copies(mixtures_RD: np.ndarray, targets_R: np.ndarray) -> float | None:
+    """Pooled standard deviation of runs on the same mixture; None where no mixture has two."""
+    _, group_R = np.unique(mixtures_RD.round(6), axis=0, return_inverse=True)
+    groups = [targets_R[group_R.ravel() == g] for g in range(group_R.max() + 1)]
+    freedom = sum(len(group) - 1 for group in groups)
+    if not freedom:
+        return None
+    return math.sqrt(sum(((group - group.mean()) ** 2).sum() for group in groups) / freedom)
 
 
 def _target(targets: dict[str, float]) -> np.ndarray:
@@ -258,8 +330,14 @@ def target_quality(
 
 
 def decide(gain: float, gain_low: float, noise: float, spearman: float) -> tuple[str, str]:
-    """(decision, why). The proposal must beat the natural mixture by more than the noise, in 95 %
-    of the draws, under a law that ranks runs it has not seen better than chance."""
+    """(decision, why). The proposal must beat the natural mixture by more than the noise of two
+    predictions (sqrt(2) times that of one), in 95 % of the draws, under a law that ranks runs it has not seen better than chance."""
+    numbers = (gain, gain_low, noise)
+    if not all(map(math.isfinite, numbers)):
+        raise DataError(
+            f"no decision can rest on a gain of {gain} ({gain_low} at its 5 % quantile) and a "
+            f"noise of {noise}: all must be finite; look at the losses in runs.csv"
+        )
     if not spearman > 0:
         return "natural", (
             f"the law ranks runs it has not seen no better than chance (rank correlation "
@@ -269,13 +347,14 @@ def decide(gain: float, gain_low: float, noise: float, spearman: float) -> tuple
         return "natural", (
             f"the gain of {gain:.4f} nats may be none: its 5 % quantile is {gain_low:.4f}"
         )
-    if gain <= noise:
+    if gain <= math.sqrt(2) * noise:
         return "natural", (
-            f"the gain of {gain:.4f} nats is inside the noise of a prediction, {noise:.4f}"
+            f"the gain of {gain:.4f} nats is inside the noise of a difference of two predictions, "
+            f"{math.sqrt(2) * noise:.4f}"
         )
     return "proposed", (
-        f"the gain of {gain:.4f} nats is above the noise of a prediction, {noise:.4f}, and its 5 % "
-        f"quantile is {gain_low:.4f}"
+        f"the gain of {gain:.4f} nats is above the noise of a difference of two predictions, "
+        f"{math.sqrt(2) * noise:.4f}, and its 5 % quantile is {gain_low:.4f}"
     )
 
 

@@ -9,21 +9,25 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from stepwell.config import Run, SourceConfig
 from stepwell.data.store import TokenStore
+from stepwell.launch.local import LAUNCHER, end_with_launcher
 from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
+from stepwell.mix.fit import fewest_mixtures
 from stepwell.train.lock import folder_lock
 from stepwell.types import (
     CheckpointError,
@@ -34,9 +38,12 @@ from stepwell.types import (
     TrainingError,
 )
 
-Design = Literal["dirichlet", "maximin"]
+Design = Literal["auto", "dirichlet", "maximin"]
 SWEEP, RUNS, TABLE = "sweep.json", "runs.jsonl", "runs.csv"
 NUM_NATURAL = 2
+Line = TypeVar("Line")
+# Up to here, "auto" spreads the design over all mixtures.
+FEW_DOMAINS = 4
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ def sweep(
     recipe: Run,
     out: str | Path,
     num_runs: int,
-    design: Design = "dirichlet",
+    design: Design = "auto",
     power: float = POWER,
     num_natural: int = NUM_NATURAL,
     seed: int = 0,
@@ -96,11 +103,14 @@ def sweep(
     noise), then the design, num_runs in all.
 
     recipe: a pretraining run; its data.sources are the domains and data.heldout the targets, whose
-    weights are what `propose` minimises. power: the design is drawn around size**power. num_procs:
+    weights are what `propose` minimises. design: "auto" is maximin for up to FEW_DOMAINS domains,
+    dirichlet for more. power: the design is drawn around size**power. num_procs:
     so many runs at once. say: is told each result.
     Raises ConfigError for a recipe that cannot be swept, or a folder with another sweep in it.
     """
     domains, targets = domains_of(recipe)
+    if design == "auto":
+        design = "maximin" if len(domains) <= FEW_DOMAINS else "dirichlet"
     mixtures = mixtures_of(domains, num_runs, design, power, num_natural, seed)
     seeds = [recipe.train.seed + (i if i < num_natural else 0) for i in range(num_runs)]
     plan = {
@@ -119,6 +129,10 @@ def sweep(
             if i not in done
         ]
         todo = [i for i in range(num_runs) if i not in done]
+        tokens = recipe.train.steps * recipe.train.global_batch_rows * recipe.data.seq_len
+        for i in todo:
+            for line in overread(domains, mixtures[i], tokens):
+                say(f"warning: run {i + 1}/{num_runs} {line}")
         for place, (losses, seconds) in finished(jobs, num_procs):
             i = todo[place]
             weights = {d.name: float(w) for d, w in zip(domains, mixtures[i], strict=True)}
@@ -133,16 +147,21 @@ def load_sweep(folder: str | Path) -> Sweep:
     path = Path(folder) / SWEEP
     if not path.is_file():
         raise DataError(f"{folder} holds no sweep ({SWEEP} is missing); `stepwell mix sweep` first")
-    plan = json.loads(path.read_text("utf-8"))
+    plan = read_json(path)
+    try:
+        domains = tuple(Domain(**domain) for domain in plan["domains"])
+        targets = tuple(Domain(**target) for target in plan["targets"])
+        recipe = Run.parse(plan["recipe"], where=str(path))
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} is no sweep's plan: {error}") from error
     runs = read_runs(Path(folder) / RUNS)
     if not runs:
         raise DataError(f"the sweep in {folder} has no finished run yet")
-    return Sweep(
-        tuple(Domain(**domain) for domain in plan["domains"]),
-        tuple(Domain(**target) for target in plan["targets"]),
-        Run.parse(plan["recipe"], where=str(path)),
-        tuple(runs),
-    )
+    for run in runs:
+        wanted = ({d.name for d in domains}, {t.name for t in targets})
+        if (set(run.weights), set(run.losses)) != wanted:
+            raise DataError(f"{Path(folder) / RUNS}: run {run.run} is of another sweep than {path}")
+    return Sweep(domains, targets, recipe, tuple(runs))
 
 
 # --- what is run ---------------------------------------------------------------------------------
@@ -180,15 +199,20 @@ def named(sources: Sequence[SourceConfig], key: str) -> tuple[Domain, ...]:
         depth += 1
         if depth > max(map(len, parts)):
             raise ConfigError(f"{key} names a store twice: {[s.path for s in sources]}")
+    stores = [TokenStore.open(source.path) for source in sources]
+    paths: dict[str, str] = {}
+    for store, source in zip(stores, sources, strict=True):
+        other = paths.setdefault(store.fingerprint, source.path)
+        if other != source.path:
+            raise ConfigError(
+                f"{key}: {other} and {source.path} hold the same tokens (fingerprint "
+                f"{store.fingerprint}); name one of them"
+            )
     return tuple(
         Domain(
-            "/".join(part[-depth:]),
-            source.path,
-            TokenStore.open(source.path).num_tokens,
-            source.weight,
-            source.max_epochs,
+            "/".join(part[-depth:]), source.path, store.num_tokens, source.weight, source.max_epochs
         )
-        for source, part in zip(sources, parts, strict=True)
+        for source, part, store in zip(sources, parts, stores, strict=True)
     )
 
 
@@ -201,11 +225,20 @@ def mixtures_of(
     seed: int = 0,
 ) -> np.ndarray:
     """(R, D): the natural mixture num_natural times, then the design."""
+    if num_runs < 2:
+        raise ConfigError(
+            f"num_runs={num_runs} must leave a run for the natural mixture and one for the design; "
+            "the nearest legal value is 2"
+        )
     if not 1 <= num_natural < num_runs:
         raise ConfigError(
             f"num_natural={num_natural} of num_runs={num_runs} must be at least 1 and leave a run "
             f"for the design; the nearest legal value is {min(max(num_natural, 1), num_runs - 1)}"
         )
+    if seed < 0:
+        raise ConfigError(f"seed={seed} of the design must be at least 0, the nearest legal value")
+    if not math.isfinite(power):
+        raise ConfigError(f"power={power} must be a finite number; 1 is natural, 0 uniform")
     sizes = [domain.tokens for domain in domains]
     natural_D = proportions(sizes)
     if design == "maximin":
@@ -215,8 +248,38 @@ def mixtures_of(
     return np.vstack([np.tile(natural_D, (num_natural, 1)), rest])
 
 
+def check_design(
+    recipe: Run, num_runs: int, design: Design, power: float, num_natural: int, seed: int
+) -> None:
+    """Raises ConfigError for a design with too few different mixtures for a law that is checked by
+    runs left out of it."""
+    domains, _ = domains_of(recipe)
+    if design == "auto":
+        design = "maximin" if len(domains) <= FEW_DOMAINS else "dirichlet"
+    mixtures = mixtures_of(domains, num_runs, design, power, num_natural, seed)
+    distinct, fewest = len(np.unique(mixtures.round(6), axis=0)), fewest_mixtures(len(domains))
+    if distinct < fewest:
+        raise ConfigError(
+            f"--runs {num_runs} with --natural {num_natural} are {distinct} different mixtures, "
+            f"and a law of {len(domains)} domains, checked by runs left out of it, needs {fewest}; "
+            f"the nearest legal value is --runs {num_runs + fewest - distinct}"
+        )
+
+
+def overread(domains: Sequence[Domain], mixture: Sequence[float], tokens: int) -> list[str]:
+    """A line for each domain that `tokens` of a mixture read more often than the recipe's cap."""
+    return [
+        f"reads {domain.name} {weight * tokens / domain.tokens:.1f} times, its cap is "
+        f"max_epochs={domain.max_epochs:g}: what repetition does is in its losses"
+        for domain, weight in zip(domains, mixture, strict=True)
+        if domain.max_epochs is not None
+        and weight * tokens > domain.max_epochs * domain.tokens * (1 + 1e-6)
+    ]
+
+
 def sources_of(domains: Sequence[Domain], mixture: Sequence[float]) -> list[dict[str, Any]]:
-    """`data.sources` of a mixture; domains of no weight are left out."""
+    """`data.sources` of a mixture; domains of no weight are left out. Without caps, which would
+    turn it into another mixture on the way (see `overread`)."""
     return [
         {"path": domain.path, "weight": float(weight)}
         for domain, weight in zip(domains, mixture, strict=True)
@@ -258,7 +321,8 @@ def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[d
     # Each has a core's share of threads; they spin against each other otherwise.
     threads = max(1, (os.cpu_count() or 1) // num_procs)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_procs, context, _limit_threads, (threads,)) as pool:
+    environ = {LAUNCHER: str(os.getpid())}
+    with ProcessPoolExecutor(num_procs, context, _begin, (threads, environ)) as pool:
         places = {pool.submit(_trained_apart, job): place for place, job in enumerate(jobs)}
         try:
             for future in as_completed(places):
@@ -268,7 +332,10 @@ def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[d
             raise
 
 
-def _limit_threads(num_threads: int) -> None:
+def _begin(num_threads: int, environ: dict[str, str]) -> None:
+    """In a worker. It is killed with its parent, not asked to end: a run that is asked ends its
+    step first, and would hold its folder against the sweep that is started again."""
+    end_with_launcher(environ, signal.SIGKILL)
     import torch
 
     torch.set_num_threads(num_threads)
@@ -326,7 +393,7 @@ def check_plan(path: Path, plan: dict[str, Any], what: str) -> None:
     if not path.is_file():
         write_whole(path, json.dumps(plan, indent=1) + "\n")
         return
-    before = json.loads(path.read_text("utf-8"))
+    before = read_json(path)
     for key in plan:
         if before.get(key) != plan[key]:
             raise ConfigError(
@@ -346,7 +413,47 @@ def _difference(before: Any, now: Any, key: str) -> str:
 def read_runs(path: Path) -> list[Measured]:
     if not path.is_file():
         return []
-    return [Measured(**json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return read_lines(path, Measured)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises DataError for a file that is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise DataError(
+            f"{path} is damaged: {error}; restore it, or begin anew elsewhere"
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(
+            f"{path} is damaged: it holds no object; restore it, or begin anew elsewhere"
+        )
+    return found
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """A value a line. Raises DataError, naming the line, for a file that is damaged."""
+    found = []
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            value = kind(**json.loads(line))
+            finite = all(map(math.isfinite, vars(value)["losses"].values()))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"line {number} of {path} is damaged ({error}); remove it, and the same command "
+                "makes its run again"
+            ) from error
+        if not finite:
+            raise DataError(
+                f"line {number} of {path} has a loss that is not finite; remove it, and look at "
+                "the run's log"
+            )
+        found.append(value)
+    return found
 
 
 def write_runs(

@@ -32,9 +32,15 @@ def as_text(proposal: Proposal) -> str:
             "",
             f"target ({targets}): {proposal.natural_loss:.4f} nats natural, "
             f"{proposal.proposed_loss:.4f} proposed; gain {proposal.gain:.4f} "
-            f"({proposal.gain_low:.4f} to {proposal.gain_high:.4f})",
+            f"({proposal.gain_low:.4f} to {proposal.gain_high:.4f}), less {proposal.optimism:.4f} "
+            "by which a chosen optimum flatters itself",
             f"law: {proposal.law} from {proposal.num_runs} runs; of runs left out of the fit it "
-            f"ranks the target at {proposal.spearman:.3f} and errs by {proposal.noise:.4f}",
+            f"ranks the target at {proposal.spearman:.3f} and errs by {proposal.noise:.4f}"
+            + (
+                ""
+                if proposal.seed_noise is None
+                else f"; copies of a mixture differ by {proposal.seed_noise:.4f}"
+            ),
             f"decision: the {proposal.decision} weights, because {proposal.why}",
         ]
     )

@@ -117,8 +117,10 @@ def branch_states(
 
 
 def _goes_on(run: Run, stores: Stores | None, state: State) -> bool:
-    origin = stores and windows_origin(stores, run.data.seq_len, run.train.seed, run.data.order)
-    return bool(origin) and all(state.get(key) == value for key, value in origin.items())
+    if stores is None:
+        return False
+    origin = windows_origin(stores, run.data.seq_len, run.train.seed, run.data.order)
+    return all(state.get(key) == value for key, value in origin.items())
 
 
 def ascending_warnings(
