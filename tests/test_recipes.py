@@ -1,10 +1,14 @@
 """Every recipe that ships parses, reloads equal, and builds (on the meta device: no memory)."""
 
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
 import torch
 
 from stepwell.commands.training import Arguments, load_run, shipped_recipes
 from stepwell.config import Run
+from stepwell.curate.recipe import Recipe
 from stepwell.models.transformer import Decoder
 from stepwell.plan.memory import predict_memory
 from stepwell.presets import preset
@@ -28,6 +32,22 @@ def recipe(name: str) -> Run:
 
 def test_every_recipe_is_in_the_table():
     assert {path.stem for path in shipped_recipes()} == set(RECIPES)
+
+
+def curations() -> list[Path]:
+    shipped = Path(str(files("stepwell.recipes"))).glob("*.toml")
+    return sorted(path for path in shipped if path not in shipped_recipes())
+
+
+def test_every_other_recipe_is_a_curation():
+    assert {path.stem for path in curations()} == {"curate-mixed", "quickstart-curate"}
+
+
+@pytest.mark.parametrize("path", curations(), ids=lambda path: path.stem)
+def test_a_curation_loads(path):
+    recipe = Recipe.load(path)
+    assert recipe.sources
+    assert recipe.steps
 
 
 @pytest.mark.parametrize("name", RECIPES)

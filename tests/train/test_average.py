@@ -195,3 +195,21 @@ def test_a_damaged_checkpoint_is_named(world):
     with pytest.raises(CheckpointError, match="step-00000002 is damaged"):
         averaged(folders, [0.5, 0.5], check_alike(folders))
     path.write_bytes(whole)
+
+
+def test_the_same_checkpoint_twice_is_refused_unrelated_runs_are_warned_of(world, capsys):
+    third, last = "run/checkpoints/step-00000006", "run/checkpoints/step-00000012"
+    assert main(["average", third, last, f"./{third}", "--out", "refused"]) == 4
+    assert f"{third} is named twice" in capsys.readouterr().err
+    other = settings("pretrain", "other", **{**KEPT, "train.seed": 99})
+    assert main(words("pretrain", other)) == 0
+    branch = {**KEPT, "train.steps": 14, "checkpoint.branch_from": "run"}
+    assert main(words("pretrain", settings("pretrain", "branched", **branch))) == 0
+    capsys.readouterr()
+    for name, related in (("branched", True), ("other", False)):
+        step = "step-00000014" if related else "step-00000012"
+        points = [third, f"{name}/checkpoints/{step}"]
+        assert main(["average", *points, "--out", f"with-{name}", "--json"]) == 0
+        shown = capsys.readouterr()
+        assert (json.loads(shown.out)["warnings"] == []) == related
+        assert ("is of another run" in shown.err) != related

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,11 @@ def main(argv: Sequence[str]) -> int:
         )
     elif len(folders) < 2:
         raise CheckpointError(f"one checkpoint ({folders[0]}) has no average; name at least 2")
+    average.check_distinct(folders)
     cfg = average.check_alike(folders)
+    warnings = average.kinship_warnings(folders)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     steps = [int(checkpoint.read_state(folder)["step"]) for folder in folders]
     shares = average.merge_weights(options.weights, steps, options.ema_decay)
     model = open_model(str(folders[-1]), options.tokenizer)
@@ -95,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
         for folder, step, share in zip(folders, steps, shares, strict=True)
     ]
     if options.json:
-        print(json.dumps({"folder": options.out, "weights": options.weights, "checkpoints": parts}))
+        result = {"folder": options.out, "weights": options.weights, "checkpoints": parts}
+        print(json.dumps(result | {"warnings": warnings}))
     else:
         lines = [f"  step {part['step']:>9,}  {part['weight']:.4f}" for part in parts]
         print("\n".join([f"{options.weights} average of {len(parts)}: {options.out}", *lines]))

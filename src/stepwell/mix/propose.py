@@ -331,7 +331,8 @@ def target_quality(
 
 def decide(gain: float, gain_low: float, noise: float, spearman: float) -> tuple[str, str]:
     """(decision, why). The proposal must beat the natural mixture by more than the noise of two
-    predictions (sqrt(2) times that of one), in 95 % of the draws, under a law that ranks runs it has not seen better than chance."""
+    predictions (sqrt(2) times that of one), in 95 % of the draws, under a law that ranks runs it
+    has not seen better than chance. Raises DataError for numbers that are not finite."""
     numbers = (gain, gain_low, noise)
     if not all(map(math.isfinite, numbers)):
         raise DataError(

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepwell.config import ModelConfig
+from stepwell.config import ModelConfig, Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.train import checkpoint
 from stepwell.train.weights import known_tokenizer, read_model
@@ -93,6 +93,52 @@ def check_alike(folders: Sequence[Path]) -> ModelConfig:
                 "different tokens"
             )
     return first
+
+
+def check_distinct(folders: Sequence[Path]) -> None:
+    """Raises CheckpointError for a checkpoint that is named twice, also by another path."""
+    known: set[Path] = set()
+    for folder in folders:
+        if folder.resolve() in known:
+            raise CheckpointError(
+                f"{folder} is named twice, so it would count twice; name each checkpoint once "
+                "(--weights says how much one counts)"
+            )
+        known.add(folder.resolve())
+
+
+def kinship_warnings(folders: Sequence[Path]) -> list[str]:
+    """A line for each checkpoint of a run that neither is the first one's nor has a trunk in common
+    with it: their weights lie in different valleys, and the mean of two valleys is a ridge."""
+    first = _lineage(folders[0])
+    found = []
+    for folder in folders[1:]:
+        if not first & _lineage(folder):
+            found.append(
+                f"{folder} is of another run than {folders[0]}, and neither branched from the "
+                "other nor from the same one: an average of weights that were not trained from "
+                "the same ones is usually worse than each of them"
+            )
+    return found
+
+
+def _lineage(folder: Path) -> set[Path | str]:
+    """The run that a checkpoint lies in, the runs and weights that it goes back to."""
+    found: set[Path | str] = set()
+    run_dir = folder.resolve().parents[1]
+    while run_dir not in found:
+        found.add(run_dir)
+        recipe = run_dir / "run.toml"
+        if not recipe.is_file():
+            break
+        run = Run.load(recipe)
+        if run.model.init is not None:
+            found.add(f"init {Path(run.model.init).resolve()}")
+        if run.checkpoint.branch_from is None:
+            break
+        trunk = Path(run.checkpoint.branch_from).resolve()
+        run_dir = trunk if (trunk / "run.toml").is_file() else trunk.parents[1]
+    return found
 
 
 def averaged(
