@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stepwell.mix import propose as mix
-from stepwell.mix.design import maximin_design
+from stepwell.mix.design import dirichlet_design, maximin_design, proportions
 from stepwell.mix.fit import LogLinear, Trees
 from stepwell.types import ConfigError, DataError
 
@@ -215,3 +215,31 @@ def test_trees_are_searched_by_random_mixtures():
 
     found = mix.optimum(Trees((Towards(),)), np.ones(1), np.zeros(3), np.ones(3), np.full(3, 1 / 3))
     assert found == pytest.approx([0.2, 0.5, 0.3], abs=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("design", ["maximin", "dirichlet"])
+def test_of_60_sweeps_of_pure_noise_at_most_3_are_proposed(design):
+    tokens = TOKENS if design == "maximin" else tuple(int(t * 1e6) for t in (40, 20, 10, 5, 3, 1))
+    natural = proportions(tokens)
+    if design == "maximin":
+        rest = maximin_design(natural, 15)
+    else:
+        rest = dirichlet_design(proportions(tokens, 0.5), 30)
+    mixtures = np.vstack([natural, natural, rest])
+    names = [f"domain{d}" for d in range(len(tokens))]
+    decisions = []
+    for seed in range(60):
+        errors = np.random.default_rng(seed).normal(size=(len(mixtures), len(tokens)))
+        found = proposed(
+            names=names,
+            unique_tokens=tokens,
+            mixtures_RD=mixtures,
+            losses_RO=2 + 1 + 0.01 * errors,
+            targets=dict.fromkeys(names, 1.0),
+            total_tokens=10_000,
+            num_draws=20,
+            seed=seed,
+        )
+        decisions.append(found.decision)
+    assert decisions.count("proposed") <= 3

@@ -1,6 +1,9 @@
 """Shares of the learning rate, and the warning about a low-rate tail."""
 
 import math
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from stepwell.cli import main
 from stepwell.commands.header import header_text, plan_of
 from stepwell.commands.ranks import Ranks
 from stepwell.config import Run, ScheduleConfig
+from stepwell.curate.recipe import Recipe
 from stepwell.train.curriculum import low_rate_warnings, lr_mass, shares_of
 
 
@@ -104,3 +108,13 @@ def test_header_and_check_show_it(capsys):
     assert "warning: data.stages.0" in capsys.readouterr().out
     assert "stages" not in header_text(Run())
     assert plan_of(Run.parse({"method": {"kind": "sft"}}), Ranks())["stages"] == []
+
+
+def test_the_examples_of_the_page_are_legal():
+    page = (Path(__file__).parents[2] / "docs" / "curriculum.md").read_text("utf-8")
+    blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    assert len(blocks) == 3
+    for block in blocks:
+        (Recipe if "steps" in block else Run).parse(block)
+    runs = [Run.parse(block) for block in blocks if "steps" not in block]
+    assert all(low_rate_warnings(run) == [] for run in runs)
