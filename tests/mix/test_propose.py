@@ -100,10 +100,9 @@ def test_every_reason_to_stay(gain, gain_low, noise, spearman, decision, why):
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_no_decision_rests_on_numbers_that_are_none(place, number):
-    numbers = [0.05, 0.01, 0.02]
-    numbers[place] = number
+    gain, gain_low, noise = (number if i == place else 0.01 for i in range(3))
     with pytest.raises(DataError, match="all must be finite"):
-        mix.decide(*numbers, 0.9)
+        mix.decide(gain, gain_low, noise, 0.9)
 
 
 def test_a_chosen_optimum_flatters_itself():
