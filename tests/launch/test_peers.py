@@ -160,11 +160,19 @@ def joins_late(culprit: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_was_killed_before_it_was_seen_is_named(tmp_path):
-    ranks = Ranks(tmp_path, 3, joins_late, 2)
-    assert ranks.codes(20) == [6, 6, -signal.SIGKILL]
-    for rank in (0, 1):
-        assert "rank 2 is missing: never seen by rank 0" in ranks.said(rank)
+@pytest.mark.parametrize(
+    ("culprit", "said"),
+    [
+        (2, "rank 2 is missing: never seen by rank 0"),
+        (0, "rank 0 is missing: its watch was never reached"),
+    ],
+)
+def test_a_rank_that_was_killed_before_it_was_seen_is_named(tmp_path, culprit, said):
+    ranks = Ranks(tmp_path, 3, joins_late, culprit)
+    codes = ranks.codes(40)
+    for rank in {0, 1, 2} - {culprit}:
+        assert codes[rank] == 6
+        assert said in ranks.said(rank)
 
 
 @pytest.mark.parametrize("culprit", [0, 2])

@@ -36,6 +36,8 @@ SILENCE_S = 3.0
 # How long an ending rank takes to reach the hub, if it has not yet.
 CONNECT_S = 1.0
 JOIN_S = 600.0
+# Of the rank where the hub is, by one that lost contact before it found the hub.
+UNREACHED = "rank 0 is missing: its watch was never reached"
 KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
 
 
@@ -101,6 +103,8 @@ class Watch:
             self._connected.wait(CONNECT_S)
             self._say(lost=lost)
         self._judged.wait(CAUSE_S + (SILENCE_S if lost else 0))
+        if self.verdict is None and lost == "closed" and not self._connected.is_set():
+            return UNREACHED
         if self.verdict is None and lost == "late" and not self._answered.is_set():
             return silence({0})  # where the hub is
         return self.verdict
