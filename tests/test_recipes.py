@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stepwell.commands.curate import find_recipe, shipped_curations
 from stepwell.commands.training import Arguments, load_run, shipped_recipes
 from stepwell.config import Run
 from stepwell.curate.recipe import Recipe
@@ -34,17 +35,15 @@ def test_every_recipe_is_in_the_table():
     assert {path.stem for path in shipped_recipes()} == set(RECIPES)
 
 
-def curations() -> list[Path]:
-    shipped = Path(str(files("stepwell.recipes"))).glob("*.toml")
-    return sorted(path for path in shipped if path not in shipped_recipes())
-
-
 def test_every_other_recipe_is_a_curation():
-    assert {path.stem for path in curations()} == {"curate-mixed", "quickstart-curate"}
+    shipped = set(Path(str(files("stepwell.recipes"))).glob("*.toml"))
+    assert shipped - set(shipped_recipes()) == set(shipped_curations())
+    assert {path.stem for path in shipped_curations()} == {"curate-mixed", "quickstart-curate"}
 
 
-@pytest.mark.parametrize("path", curations(), ids=lambda path: path.stem)
-def test_a_curation_loads(path):
+@pytest.mark.parametrize("path", shipped_curations(), ids=lambda path: path.stem)
+def test_a_curation_loads_by_its_name(path):
+    assert find_recipe(path.stem) == path
     recipe = Recipe.load(path)
     assert recipe.sources
     assert recipe.steps

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from stepwell.commands.inputs import Inputs, Place, counted, parse_options
+from stepwell.schema import read_toml
 from stepwell.types import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -206,17 +207,26 @@ def source_names(inputs: Sequence[str]) -> list[str]:
 
 
 def find_recipe(name: str) -> Path | None:
-    """A TOML file, or a curation's recipe that ships with Stepwell."""
-    from importlib.resources import files
-
+    """A TOML file, or a curation's recipe that ships with Stepwell. Raises ConfigError for what can
+    only be meant as one and is none."""
     if Path(name).suffix == ".toml":
         return Path(name)
-    shipped = Path(str(files("stepwell.recipes"))) / f"{name}.toml"
-    is_ours = name.startswith("curate-") and not Path(name).exists()
-    if is_ours and not shipped.is_file():
-        known = sorted(p.stem for p in shipped.parent.glob("curate-*.toml"))
-        raise ConfigError(f"there is no recipe {name!r}{nearest(name, known)}: {', '.join(known)}")
-    return shipped if is_ours else None
+    if Path(name).exists():
+        return None
+    shipped = {path.stem: path for path in shipped_curations()}
+    if name.startswith("curate-") and name not in shipped:
+        raise ConfigError(
+            f"there is no recipe {name!r}{nearest(name, shipped)}: {', '.join(shipped)}"
+        )
+    return shipped.get(name)
+
+
+def shipped_curations() -> list[Path]:
+    """The recipes of curations that ship."""
+    from importlib.resources import files
+
+    found = sorted(Path(str(files("stepwell.recipes"))).glob("*.toml"))
+    return [path for path in found if "sources" in read_toml(path)]
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
