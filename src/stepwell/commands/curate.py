@@ -314,6 +314,8 @@ def rate_text(num_bytes: int, seconds: float) -> str:
 
 
 def report_text(values: dict[str, Any], out: Path) -> str:
+    from stepwell.curate.datasheet import size_text
+
     tally = values["tally"]
     kept = [sum(column) for column in zip(*values["kept"].values(), strict=True)] or [0, 0]
     lines = [
@@ -328,7 +330,3 @@ def report_text(values: dict[str, Any], out: Path) -> str:
     if (out / "datasheet.html").exists():
         lines.append(f"the datasheet: {out / 'datasheet.html'}")
     return "\n".join(lines)
-
-
-def size_text(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.2f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"

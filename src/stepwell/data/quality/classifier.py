@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from stepwell.data.batches import Outcome, texts_of, with_column
+from stepwell.data.files import file_sha256
 from stepwell.data.quality.labels import Label
 from stepwell.data.steps import DocumentStep
 from stepwell.types import DataError
@@ -97,7 +97,7 @@ def read_classifier(folder: str) -> Classifier:
             f"{path / CARD} has format {card.get('format')!r} and kind {card.get('kind')!r}; this "
             f"version reads format {FORMAT} of kind {' or '.join(LABELS)}"
         )
-    if sha256_of(path / MODEL) != card.get("model_sha256"):
+    if _sha256(path / MODEL) != card.get("model_sha256"):
         raise DataError(
             f"{path / MODEL} is not the model that {CARD} describes (another sha256): it is "
             "damaged or was exchanged; train it again"
@@ -113,9 +113,8 @@ def prepare(text: str, max_chars: int) -> str:
     return line.encode("utf-8", "replace").decode("utf-8")
 
 
-def sha256_of(path: Path) -> str:
+def _sha256(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error

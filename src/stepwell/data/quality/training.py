@@ -21,7 +21,7 @@ from pydantic import Field
 
 from stepwell import __version__
 from stepwell.config import NonNegative, Positive
-from stepwell.data.files import new_folder
+from stepwell.data.files import file_sha256, new_folder
 from stepwell.data.quality.classifier import (
     CARD,
     FORMAT,
@@ -30,7 +30,6 @@ from stepwell.data.quality.classifier import (
     Kind,
     prepare,
     read_classifier,
-    sha256_of,
 )
 from stepwell.data.quality.metrics import binary_report, calibration, level_report
 from stepwell.schema import Section
@@ -93,7 +92,7 @@ def train_classifier(
             "kind": kind,
             "examples": counts,
             "settings": settings.model_dump(),
-            "model_sha256": sha256_of(folder / MODEL),
+            "model_sha256": file_sha256(folder / MODEL),
             "stepwell": __version__,
         }
         write_card(folder, card)
