@@ -24,10 +24,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from stepwell import __version__, hardware
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
 from stepwell.diagnose.waterfall import profiled_kernels, waterfall
 from stepwell.models.flops import count_parameters, flops_per_token
+from stepwell.sections.model import ModelConfig
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.losses import cross_entropy
 from stepwell.train.step_flops import step_flops

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.config import GRPO, SFT, Pretrain, Run
+from stepwell.config import Run
 from stepwell.schema import dotted_keys
+from stepwell.sections.methods import GRPO, SFT, Pretrain
 from stepwell.types import ConfigError
 
 

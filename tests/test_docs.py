@@ -9,8 +9,9 @@ import pytest
 
 from stepwell.cli import COMMANDS
 from stepwell.commands.training import default_text, shipped_recipes, type_text
-from stepwell.config import GRPO, SFT, Pretrain, Run
+from stepwell.config import Run
 from stepwell.schema import dotted_keys
+from stepwell.sections.methods import GRPO, SFT, Pretrain
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

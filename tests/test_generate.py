@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from stepwell import generate as generate_module
-from stepwell.config import ModelConfig
 from stepwell.generate import Request, Sampling, generate, sample, uniforms
 from stepwell.models.decode import DecodeWeights, decode_step, prefill
 from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError
 from tests.models.test_decode import config, random_decoder

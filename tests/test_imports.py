@@ -13,6 +13,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "stepwell"
 LEVELS = [
     ["types"],
     ["schema"],
+    ["sections"],
     ["config"],
     ["presets"],
     ["tokenizer", "metrics", "hardware", "launch"],

@@ -9,8 +9,8 @@ import torch
 from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock, Finished
-from stepwell.config import LossConfig
 from stepwell.data.batch import Batch
+from stepwell.sections.optim import LossConfig
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock, Finished
-from stepwell.config import LossConfig
 from stepwell.data.loader import packed_stream
 from stepwell.data.sft_data import build_sft_store
+from stepwell.sections.optim import LossConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stepwell.config import ModelConfig
 from stepwell.models.decode import (
     DecodeWeights,
     KVCache,
@@ -28,6 +27,7 @@ from stepwell.models.decode import (
     decode_step,
     prefill,
 )
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, ConfigError
 

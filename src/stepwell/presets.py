@@ -6,7 +6,7 @@ release's RoPE scaling (2407.21783).
 
 from __future__ import annotations
 
-from stepwell.config import ModelConfig, RopeScaling
+from stepwell.sections.model import ModelConfig, RopeScaling
 from stepwell.types import ConfigError, nearest
 
 

@@ -132,6 +132,7 @@ def _rank_main(
         OMP_NUM_THREADS="1",
     )
     with open(Path(folder) / f"{rank}.txt", "w") as log:
+        faulthandler.enable(file=log)
         faulthandler.dump_traceback_later(max(timeout_s - 2, 1), file=log)
         try:
             torch.save(function(*args), Path(folder) / f"{rank}.pt")

@@ -11,10 +11,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from stepwell.types import ConfigError, nearest
+
+# Strict: pydantic would otherwise take true for 1, "7" for 7 and 1 for true.
+Flag = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
+Dimension = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]
+NonNegative = Annotated[int, Field(strict=True, ge=0)]
+Fraction = Annotated[float, Field(strict=True, ge=0, le=1)]
+Above0 = Annotated[float, Field(strict=True, gt=0)]
+AtLeast0 = Annotated[float, Field(strict=True, ge=0)]
+Number = Annotated[float, Field(strict=True)]
 
 WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 BOOLEANS = {"true": True, "false": False}

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepwell.config import Run, first_step
+from stepwell.config import Run
 from stepwell.data.curriculum import Span, Supply, check_supply, rows_given, spans, take
 from stepwell.data.order import choose_sources
+from stepwell.sections.data import first_step
 from stepwell.types import ConfigError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepwell.config import DataConfig, Run, TrainConfig
+from stepwell.config import Run, TrainConfig
 from stepwell.eval.grade import Prompt
 from stepwell.eval.items import (
     load_choices,
@@ -24,6 +24,7 @@ from stepwell.eval.tasks import (
 )
 from stepwell.generate import Sampling
 from stepwell.posttrain.verifiers import exact
+from stepwell.sections.data import DataConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError, DataError

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from stepwell.config import ModelConfig, RopeScaling
 from stepwell.models.decode import DecodeWeights, KVCache, decode_step, prefill
 from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.sections.model import ModelConfig, RopeScaling
 from stepwell.types import CheckpointError
 
 FAMILIES = {

@@ -5,7 +5,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepwell.config import ModelConfig
 from stepwell.models.flops import (
     attended_seq_len,
     count_parameters,
@@ -15,6 +14,7 @@ from stepwell.models.flops import (
 from stepwell.models.hf_config import config_to_hf
 from stepwell.models.transformer import Decoder
 from stepwell.presets import preset
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 BASE = ModelConfig(

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from stepwell.config import ModelConfig
 from stepwell.models import gguf as our_gguf
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.gguf import (
@@ -21,6 +20,7 @@ from stepwell.models.gguf import (
 from stepwell.models.hf import load_hf, read_hf_config, save_hf
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.presets import preset
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import CheckpointError, ConfigError
 

@@ -9,7 +9,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from stepwell.config import ModelConfig, RopeScaling
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import (
     index_hf,
@@ -21,6 +20,7 @@ from stepwell.models.hf import (
 )
 from stepwell.models.hf_config import config_from_hf, config_to_hf, hf_name, our_name
 from stepwell.models.transformer import Decoder, ForwardOptions
+from stepwell.sections.model import ModelConfig, RopeScaling
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import CheckpointError, ConfigError
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from stepwell.config import ModelConfig
 from stepwell.models.axes import AXES, axes_of
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
+from stepwell.sections.model import ModelConfig
 
 SMALL = ModelConfig(
     vocab_size=61, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48

@@ -4,11 +4,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from stepwell.config import LayoutConfig, ModelConfig, PrecisionConfig, Run
+from stepwell.config import Run
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
 from stepwell.parallel.apply import parallelize
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, init_distributed
+from stepwell.sections.layout import LayoutConfig, PrecisionConfig
+from stepwell.sections.model import ModelConfig
 from tests.parallel.ranks import run_ranks
 
 CFG = ModelConfig(

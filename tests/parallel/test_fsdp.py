@@ -8,12 +8,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from stepwell.config import LayoutConfig, ModelConfig, OptimConfig, PrecisionConfig
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
 from stepwell.parallel.fsdp import apply_fsdp, begin_micro_batch
 from stepwell.parallel.init import init_parameters
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.parallel.traffic import count_collectives, summary
+from stepwell.sections.layout import LayoutConfig, PrecisionConfig
+from stepwell.sections.model import ModelConfig
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.optim import build_optimizer, clip, grad_norm
 from stepwell.types import ConfigError
 from tests.parallel.ranks import run_jobs

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from stepwell.config import LayoutConfig
 from stepwell.parallel import init
 from stepwell.parallel.init import global_name, init_parameters, normal_, standard_normal
 from stepwell.parallel.mesh import init_distributed
+from stepwell.sections.layout import LayoutConfig
 from tests.parallel.ranks import run_ranks
 
 SHAPES = {"embed.weight": (67, 33), "blocks.0.wq.weight": (101, 33), "norm.weight": (7,)}

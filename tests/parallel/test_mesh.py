@@ -2,7 +2,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepwell.config import LayoutConfig
 from stepwell.parallel.mesh import (
     all_gather_objects,
     all_reduce_max,
@@ -15,6 +14,7 @@ from stepwell.parallel.mesh import (
 )
 from stepwell.parallel.rules import axis_sizes
 from stepwell.ranks import RanksFailed
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 from tests.parallel.ranks import run_ranks
 

@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepwell.config import LossScaleConfig
 from stepwell.data.loader import rank_rows
 from stepwell.models.fp8 import E4M3, E5M2, ROLES, G, W, scale_for
 from stepwell.models.layers import Linear
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.precision import LossScale, _check_card, fp8_layers, without_fp8
+from stepwell.sections.layout import LossScaleConfig
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, cross_entropy
 from stepwell.train.optim import grad_norm

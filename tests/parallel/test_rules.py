@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from stepwell.config import LayoutConfig, Run
+from stepwell.config import Run
 from stepwell.parallel.remedies import RANKS
 from stepwell.parallel.rules import RULES, AxisSizes, axis_sizes, check_run
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 from tests.oracle import base_run
 from tests.parallel.refusals import changed, check_named, named, refusal

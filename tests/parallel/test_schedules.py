@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from stepwell.config import LayoutConfig
 from stepwell.parallel.pipeline import SCHEDULES
 from stepwell.parallel.schedules import (
     bubble_fraction,
@@ -17,6 +16,7 @@ from stepwell.parallel.schedules import (
     split_blocks,
     stages_of_rank,
 )
+from stepwell.sections.layout import LayoutConfig
 
 
 class Action(NamedTuple):

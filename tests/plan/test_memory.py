@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
@@ -22,6 +22,7 @@ from stepwell.plan.memory import (
     zero_bytes_per_parameter,
     zero_volume_in_parameters,
 )
+from stepwell.sections.model import ModelConfig
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
 from stepwell.types import ConfigError

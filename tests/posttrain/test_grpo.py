@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stepwell.cli import main
-from stepwell.config import GRPO, Run
+from stepwell.config import Run
 from stepwell.data.loader import rank_rows
 from stepwell.data.packing import pack_rows
 from stepwell.eval.grade import Prompt, Verdict
@@ -19,6 +19,7 @@ from stepwell.models.transformer import ForwardOptions
 from stepwell.posttrain.advantages import group_advantages
 from stepwell.posttrain.grpo import clipped_objective, pack_rollouts, policy_loss
 from stepwell.posttrain.rollout import Group, Rollouts
+from stepwell.sections.methods import GRPO
 from stepwell.train.engine import Engine
 from stepwell.types import Completion
 from tests import oracle, runs

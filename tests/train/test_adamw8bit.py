@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from stepwell.config import OptimConfig
 from stepwell.parallel.mesh import init_distributed
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.adamw8bit import BLOCK, AdamW8bit
 from stepwell.train.engine import Engine
 from stepwell.train.optim import build_optimizer

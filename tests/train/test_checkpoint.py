@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from stepwell.config import LayoutConfig, OptimConfig
 from stepwell.parallel.init import normal_
 from stepwell.parallel.mesh import Mesh, init_distributed
+from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.optim import OptimConfig
 from stepwell.train import checkpoint
 from stepwell.train.checkpoint import (
     latest,

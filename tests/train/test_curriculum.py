@@ -10,8 +10,9 @@ import pytest
 from stepwell.cli import main
 from stepwell.commands.header import header_text, plan_of
 from stepwell.commands.ranks import Ranks
-from stepwell.config import Run, ScheduleConfig
+from stepwell.config import Run
 from stepwell.curate.recipe import Recipe
+from stepwell.sections.optim import ScheduleConfig
 from stepwell.train.curriculum import low_rate_warnings, lr_mass, shares_of
 
 

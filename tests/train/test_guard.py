@@ -3,7 +3,8 @@ import math
 
 import pytest
 
-from stepwell.config import GuardConfig, Run
+from stepwell.config import Run
+from stepwell.sections.optim import GuardConfig
 from stepwell.train.guard import Guard, GuardStop, merged, suspects
 from stepwell.types import CheckpointError, ConfigError, TrainingError
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from stepwell.cli import main
-from stepwell.config import GuardConfig, Run
+from stepwell.config import Run
 from stepwell.data.store import StoreWriter
 from stepwell.diagnose.replay import replay
 from stepwell.metrics import read_events
+from stepwell.sections.optim import GuardConfig
 from stepwell.train import session
 from stepwell.train.checkpoint import read_state, step_folder, steps_of
 from stepwell.train.engine import Engine

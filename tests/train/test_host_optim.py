@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from stepwell.config import OptimConfig
 from stepwell.hardware import live_tensor_bytes
 from stepwell.parallel.mesh import init_distributed
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.engine import Engine
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.types import ConfigError

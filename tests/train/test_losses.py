@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from stepwell.config import LossConfig
 from stepwell.data.batch import padding
 from stepwell.models.transformer import TokenOutputs
+from stepwell.sections.optim import LossConfig
 from stepwell.train.losses import cross_entropy, masked_sum, select, token_count
 
 B, T, V = 2, 5, 13

@@ -7,8 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from stepwell.config import LayoutConfig, OptimConfig
 from stepwell.parallel.mesh import init_distributed
+from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.optim import build_optimizer, clip, grad_norm, set_lr
 from stepwell.types import CheckpointError, ConfigError
 from tests.parallel.ranks import run_ranks

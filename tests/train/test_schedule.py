@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from stepwell.config import ScheduleConfig
+from stepwell.sections.optim import ScheduleConfig
 from stepwell.train.schedule import lr_fraction
 
 WSD = ScheduleConfig(kind="wsd", warmup_steps=10, decay_steps=20, final_fraction=0.1)

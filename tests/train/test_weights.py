@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import save_hf
 from stepwell.parallel.mesh import init_distributed
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.checkpoint import load_weights, read_state
 from stepwell.train.engine import Engine

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepwell.commands.ranks import Ranks, layout_text
-from stepwell.config import GRPO, Run
+from stepwell.config import Run
 from stepwell.models.flops import count_parameters
 from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
 from stepwell.plan.memory import MemoryLedger, predict_memory
 from stepwell.plan.shards import num_shards
+from stepwell.sections.methods import GRPO
 from stepwell.train.curriculum import low_rate_warnings, shares_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
+from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, DataError, Document, Dropped
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from stepwell.config import LayoutConfig, Run
+from stepwell.config import Run
 from stepwell.parallel.lever_rules import check_host
 from stepwell.parallel.rules import AxisSizes, axis_sizes, check_run
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell.commands.header import header_text, plan_of
 from stepwell.commands.ranks import Ranks, check, ranks_of
-from stepwell.config import GRPO, SFT, Pretrain, Run
+from stepwell.config import Run
 from stepwell.launch import environ
 from stepwell.launch.local import FAILED_RANK_LOG, launch
 from stepwell.launch.peers import watched
 from stepwell.launch.stopping import last_saved, what_is_saved
 from stepwell.schema import dotted_keys
+from stepwell.sections.methods import GRPO, SFT, Pretrain
 from stepwell.train.lock import LOCK, folder_lock
 from stepwell.types import (
     CheckpointError,

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from stepwell.config import Positive
 from stepwell.data.batches import Outcome, texts_of, with_column
 from stepwell.data.quality.perplexity import Limit, out_of_limits
 from stepwell.data.quality.verdicts import Verdict, drop
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Positive
 from stepwell.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

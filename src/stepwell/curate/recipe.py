@@ -10,10 +10,9 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
-from stepwell.config import Flag, Fraction, Positive
 from stepwell.data.sources.spec import SourceSpec
 from stepwell.data.steps import StepConfig
-from stepwell.schema import Section, assign, explain, read_toml
+from stepwell.schema import Flag, Fraction, Positive, Section, assign, explain, read_toml
 from stepwell.types import ConfigError, nearest
 
 # kind -> where its class is. Imported when a recipe names it: some need heavy libraries.

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from stepwell.config import DataConfig, ScheduleConfig, SourceConfig, first_step
+from stepwell.sections.data import DataConfig, SourceConfig, first_step
+from stepwell.sections.optim import ScheduleConfig
 from stepwell.types import ConfigError
 
 BASE = "sources"

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BeforeValidator, Field, model_validator
 
-from stepwell.config import Fraction, NonNegative
 from stepwell.data.batches import Outcome, Removal, split, with_column
 from stepwell.data.langid_models import Guess, load_model
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction, NonNegative
 from stepwell.types import ConfigError, nearest
 
 

@@ -31,13 +31,15 @@ import torch
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from stepwell.config import Run, ScheduleConfig, first_step
+from stepwell.config import Run
 from stepwell.data.corpora import fetch_corpus
 from stepwell.data.curriculum import rows_given, streams_of
 from stepwell.data.sources.python_library import stdlib_code, stdlib_prose
 from stepwell.data.store import TokenStore, build_store
 from stepwell.eval.tasks import bits_per_byte
 from stepwell.models.flops import parameter_shapes
+from stepwell.sections.data import first_step
+from stepwell.sections.optim import ScheduleConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import average, checkpoint
 from stepwell.train.curriculum import lr_mass

@@ -15,12 +15,13 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from stepwell.config import OptimConfig, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
 from stepwell.hardware import accelerator, live_tensor_bytes
 from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import init_distributed
 from stepwell.ranks import run_ranks
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.engine import Engine
 from stepwell.train.host_optim import HostOptimizer

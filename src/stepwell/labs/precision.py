@@ -17,9 +17,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from stepwell.config import Fp8Config, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.parallel.precision import fp8_layers
+from stepwell.sections.layout import Fp8Config
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, cross_entropy
 from stepwell.train.shadow import DIFFERENCE

@@ -23,11 +23,12 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from stepwell.config import Run, SourceConfig
+from stepwell.config import Run
 from stepwell.data.store import TokenStore
 from stepwell.launch.local import LAUNCHER, end_with_launcher
 from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
 from stepwell.mix.fit import fewest_mixtures
+from stepwell.sections.data import SourceConfig
 from stepwell.train.lock import folder_lock
 from stepwell.types import (
     CheckpointError,

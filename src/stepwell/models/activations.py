@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
-from stepwell.config import ModelConfig
+from stepwell.sections.model import ModelConfig
 
 # all: everything that autograd saves. products: matrix products and attention; what is cheap is
 # computed again. input: nothing but the input.

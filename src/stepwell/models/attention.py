@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from stepwell.config import ModelConfig
 from stepwell.models import block_attention
 from stepwell.models.collectives import all_gather, reduce_scatter
 from stepwell.models.context_attention import heads_for_tokens, ring_attention, tokens_for_heads
 from stepwell.models.layers import Context, Linear, RMSNorm, apply_rope
+from stepwell.sections.model import ModelConfig
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

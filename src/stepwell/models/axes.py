@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from stepwell.config import ModelConfig
+from stepwell.sections.model import ModelConfig
 
 AXES: dict[str, tuple[str, ...]] = {
     "embed.weight": ("vocab", "embed"),

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from stepwell.config import ModelConfig
 from stepwell.models.attention import attend
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.layers import rms_norm, rope_angles, rope_frequencies, upcast
+from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
 BUCKET = 32  # attended cache lengths are multiples of this: few shapes, whole vectors

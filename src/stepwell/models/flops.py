@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, get_args
 
-from stepwell.config import ModelConfig
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, nearest
 
 Attention = Literal["causal_half", "full"]

@@ -19,9 +19,10 @@ from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from stepwell.config import ModelConfig, explain
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import whole_folder
+from stepwell.schema import explain
+from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from stepwell.config import ModelConfig
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf_config import config_from_hf, config_to_hf, hf_name, our_name
+from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
 TOKENIZER_FILES = (

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from stepwell.config import ModelConfig, explain
+from stepwell.schema import explain
+from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
 ARCHITECTURES = {

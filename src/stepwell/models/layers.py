@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stepwell.config import ModelConfig, RopeScaling
 from stepwell.models.collectives import all_gather, reduce_scatter, shared
 from stepwell.models.fp8 import Fp8, fp8_linear
+from stepwell.sections.model import ModelConfig, RopeScaling
 
 
 class ContextRanks(NamedTuple):

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stepwell.config import ModelConfig
 from stepwell.models.activations import Keep, Segment
 from stepwell.models.attention import Attention
 from stepwell.models.axes import axes_of
@@ -32,6 +31,7 @@ from stepwell.models.layers import (
 )
 from stepwell.models.logits import token_stats
 from stepwell.models.recompute import checkpointed
+from stepwell.sections.model import ModelConfig
 
 
 def init_rule(cfg: ModelConfig, name: str) -> tuple[str, float]:

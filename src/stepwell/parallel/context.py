@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepwell.config import LayoutConfig
 from stepwell.data.batch import Batch
 from stepwell.models.collectives import gathered
 from stepwell.models.context_attention import dealt, in_order
 from stepwell.models.layers import ContextRanks
 from stepwell.models.shares import Shares, deal
 from stepwell.parallel.mesh import Mesh
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 

@@ -10,9 +10,10 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
+from stepwell.sections.model import ModelConfig
 from stepwell.types import nearest
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from stepwell.config import LayoutConfig, PrecisionConfig
 from stepwell.parallel.mesh import Mesh
+from stepwell.sections.layout import LayoutConfig, PrecisionConfig
 from stepwell.types import ConfigError
 
 DTYPES = {

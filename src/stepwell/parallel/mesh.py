@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stepwell.config import LayoutConfig
 from stepwell.launch.environ import rank_timeout_s
 from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 ALONE = AxisSizes()

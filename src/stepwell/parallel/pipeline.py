@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
-from stepwell.config import LayoutConfig, ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.transformer import Decoder, Piece
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.init import global_name, local_part
@@ -38,6 +38,8 @@ from stepwell.parallel.schedules import (
     split_blocks,
     stages_of_rank,
 )
+from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, TrainingError
 
 SCHEDULES: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stepwell.config import LayoutConfig, Run
+from stepwell.config import Run
 from stepwell.parallel.remedies import Complaint, Way, change, only, other_sizes, values_of
 from stepwell.parallel.schedules import (
     ZERO_BUBBLE,
@@ -12,6 +12,7 @@ from stepwell.parallel.schedules import (
     num_stages,
     split_blocks,
 )
+from stepwell.sections.layout import LayoutConfig
 
 if TYPE_CHECKING:
     from stepwell.parallel.rules import AxisSizes

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepwell.config import LossScaleConfig, Run
+from stepwell.config import Run
 from stepwell.models.fp8 import E4M3, E5M2, ROLES, Fp8, scale_for
 from stepwell.models.layers import Linear
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import Mesh, all_reduce_max
+from stepwell.sections.layout import LossScaleConfig
 from stepwell.types import ConfigError
 
 LARGEST_LOSS_SCALE = 2.0**24

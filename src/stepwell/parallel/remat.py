@@ -11,12 +11,13 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from stepwell.config import PrecisionConfig, Run
+from stepwell.config import Run
 from stepwell.models.activations import BlockBytes, Keep, Segment, block_bytes, peak, root_bytes
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.fp8_layers import saved_in_8_bits
 from stepwell.parallel.remedies import Complaint, only, values_of
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
+from stepwell.sections.layout import PrecisionConfig
 from stepwell.types import ConfigError
 
 if TYPE_CHECKING:

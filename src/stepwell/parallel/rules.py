@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from stepwell.config import LayoutConfig, Run
+from stepwell.config import Run
 from stepwell.parallel import fp8_layers, lever_rules, pipeline_rules, remat
 from stepwell.parallel.remedies import (
     RANKS,
@@ -26,6 +26,7 @@ from stepwell.parallel.remedies import (
     told,
     values_of,
 )
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 

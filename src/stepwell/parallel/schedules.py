@@ -9,7 +9,7 @@ bubble, V-shaped, 2401.10241. dualpipev: the V-shaped half of DualPipe (DeepSeek
 
 from __future__ import annotations
 
-from stepwell.config import LayoutConfig
+from stepwell.sections.layout import LayoutConfig
 
 # Their backward pass is in two halves: gradients of the inputs (B), of the weights (W) later.
 ZERO_BUBBLE = ("zbv", "dualpipev")

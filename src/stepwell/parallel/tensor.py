@@ -13,10 +13,10 @@ import logging
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from stepwell.config import ModelConfig
 from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.layers import Linear, SharedRows
 from stepwell.parallel.mesh import Mesh
+from stepwell.sections.model import ModelConfig
 
 
 def tp_placement(axes: tuple[str, ...], cfg: ModelConfig, tp: int) -> Placement:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, fields, replace
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.activations import Segment, at_block, held, seen_outside
 from stepwell.parallel.lever_rules import host_bytes, share_in_8_bits
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.shards import num_shards
 from stepwell.plan.sizes import Sizes
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 OFFLOAD_WINDOW = 16  # tensors on their way (parallel.offload)

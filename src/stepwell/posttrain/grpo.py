@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepwell.config import GRPO, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.order import permute
 from stepwell.data.packing import pack_rows
@@ -24,6 +24,7 @@ from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
 from stepwell.posttrain.rollout import Rollouts, collect
+from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
 from stepwell.train.session import Session, open_session

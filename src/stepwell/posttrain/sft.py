@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
-from stepwell.config import SFT, Run
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
+from stepwell.sections.methods import SFT
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_windows

@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
+from stepwell.sections.model import ModelConfig
 from stepwell.train import checkpoint
 from stepwell.train.weights import known_tokenizer, read_model
 from stepwell.types import CheckpointError, ConfigError

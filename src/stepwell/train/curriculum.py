@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stepwell.config import Run, ScheduleConfig
+from stepwell.config import Run
 from stepwell.data.curriculum import BASE, Span, spans
+from stepwell.sections.optim import ScheduleConfig
 from stepwell.train.schedule import lr_fraction
 
 LEAST_OF_WSD = 0.5

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from stepwell.config import GuardConfig
+from stepwell.sections.optim import GuardConfig
 from stepwell.types import CheckpointError, TrainingError
 
 Watched = Literal["loss", "grad_norm", "update_norm"]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepwell.config import OptimConfig
 from stepwell.parallel.init import global_name, local_part
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.optim import Optimizer, build_optimizer
 from stepwell.types import ConfigError
 

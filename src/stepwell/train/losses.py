@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stepwell.config import LossConfig
 from stepwell.data.batch import Batch
 from stepwell.models.transformer import TokenOutputs
+from stepwell.sections.optim import LossConfig
 
 
 class LossSums(NamedTuple):

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from stepwell.config import OptimConfig
 from stepwell.parallel.init import global_name, local_part
+from stepwell.sections.optim import OptimConfig
 from stepwell.train.adamw8bit import AdamW8bit
 from stepwell.train.muon import Muon
 from stepwell.types import CheckpointError, ConfigError

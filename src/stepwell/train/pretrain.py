@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from stepwell.config import Run, SourceConfig
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.curriculum import streams_of
 from stepwell.data.loader import num_windows
 from stepwell.data.store import TokenStore
+from stepwell.sections.data import SourceConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy

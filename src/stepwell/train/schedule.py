@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stepwell.config import ScheduleConfig
+from stepwell.sections.optim import ScheduleConfig
 
 
 def lr_fraction(schedule: ScheduleConfig, step: int, total_steps: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from stepwell.config import Run, SourceConfig
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.curriculum import Supply, check_supply, rows_given, spans, streams_of
 from stepwell.data.loader import (
@@ -20,6 +20,7 @@ from stepwell.data.loader import (
 )
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
+from stepwell.sections.data import SourceConfig
 from stepwell.types import ConfigError
 
 Stream = Iterator[tuple[Batch, State]]

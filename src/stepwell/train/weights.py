@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stepwell.config import ModelConfig, Run
+from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.gguf import find_smollm2, load_gguf, read_gguf_config
 from stepwell.models.hf import load_hf, read_hf_config
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.types import CheckpointError, ConfigError, DataError

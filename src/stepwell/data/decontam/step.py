@@ -9,12 +9,12 @@ from typing import Literal
 import pyarrow as pa
 from pydantic import model_validator
 
-from stepwell.config import Fraction
 from stepwell.data.batches import Outcome, Removal, split, texts_of, with_column
 from stepwell.data.decontam.index import Index, open_index
 from stepwell.data.decontam.rules import RULES, RuleName
 from stepwell.data.decontam.scan import PARTS, Hit, find_hits
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction
 
 LABEL = "contaminated"
 # What goes for each `on`.

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from stepwell.config import NonNegative, Positive
 from stepwell.data.batches import Outcome
 from stepwell.data.dedup.clusters import KEPT, Clusters, Counts, star_clusters
 from stepwell.data.dedup.decision import (
@@ -35,6 +34,7 @@ from stepwell.data.dedup.shingles import set_digests, shingle_sets
 from stepwell.data.dedup.sketches import Sets, Sketches
 from stepwell.data.dedup.survivor import SurvivorStep
 from stepwell.data.steps import Shard, read_batches
+from stepwell.schema import NonNegative, Positive
 
 LEAST_P_CANDIDATE = 0.5
 

@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from stepwell.config import NonNegative, Positive
 from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.dedup.counting import (
     document_order,
@@ -31,6 +30,7 @@ from stepwell.data.dedup.cuts import Cuts, cut_out, merged
 from stepwell.data.dedup.exact import normalise
 from stepwell.data.dedup.survivor import rank_columns
 from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
+from stepwell.schema import NonNegative, Positive
 
 Mode = Literal["line", "paragraph"]
 Matching = Literal["spaces", "ccnet"]

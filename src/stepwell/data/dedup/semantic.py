@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import NonNegative, Positive
 from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.dedup.decision import (
     Names,
@@ -29,6 +28,7 @@ from stepwell.data.dedup.decision import (
 from stepwell.data.dedup.embed import WORDLLAMA, load_embedder
 from stepwell.data.dedup.survivor import SurvivorStep
 from stepwell.data.steps import Shard, read_batches
+from stepwell.schema import NonNegative, Positive
 from stepwell.types import DataError
 
 SAMPLE_PER_CLUSTER = 256  # more doesn't move centroids (faiss draws as many)

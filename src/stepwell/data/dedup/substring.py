@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import NonNegative
 from stepwell.data.batches import Outcome
 from stepwell.data.dedup.anchors import BLOCK, find_anchors, gram_size
 from stepwell.data.dedup.counting import (
@@ -34,6 +33,7 @@ from stepwell.data.dedup.cuts import Cuts, cut_out
 from stepwell.data.dedup.suffix_array import SEPARATOR, equal_windows
 from stepwell.data.dedup.survivor import rank_columns
 from stepwell.data.steps import GlobalStep, Shard, read_batches, read_table, write_table
+from stepwell.schema import NonNegative
 from stepwell.types import DataError
 
 MAX_ROUNDS = 32

@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.compute
 from pydantic import Field, model_validator
 
-from stepwell.config import Flag
 from stepwell.data.batches import Outcome, Removal, split, with_column
 from stepwell.data.quality.labels import Label, scores_of
 from stepwell.data.steps import (
@@ -24,6 +23,7 @@ from stepwell.data.steps import (
     read_table,
     write_table,
 )
+from stepwell.schema import Flag
 
 # Its functions are made at run time, out of sight of type checkers.
 pc: Any = pyarrow.compute

@@ -20,7 +20,6 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import Flag, NonNegative, Positive
 from stepwell.data.batches import EDITS, Outcome, with_texts
 from stepwell.data.quality.lines import (
     ASCII_SPACE,
@@ -33,6 +32,7 @@ from stepwell.data.quality.lines import (
 from stepwell.data.quality.verdicts import Verdict, detail, drop
 from stepwell.data.quality.words import CAPITAL, SENTENCE_END, SENTENCE_ENDS, char_flags
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Flag, NonNegative, Positive
 from stepwell.types import DataError
 
 Cut = tuple[str, int, int]

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import Fraction, NonNegative, Positive
 from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.quality.verdicts import Verdict, detail, drop
 from stepwell.data.quality.words import ALPHANUMERIC, char_flags
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction, NonNegative, Positive
 
 
 class CodeQuality(DocumentStep):

@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import Fraction, Positive
 from stepwell.data.batches import Outcome
 from stepwell.data.quality.lines import Lines, groups, split_lines
 from stepwell.data.quality.verdicts import Rule, Verdict, drop, first_broken, share
 from stepwell.data.quality.words import SENTENCE_END, char_flags
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction, Positive
 
 
 class FineWeb(DocumentStep):

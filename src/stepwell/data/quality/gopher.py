@@ -10,11 +10,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from stepwell.config import Fraction, NonNegative, Positive
 from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.quality.verdicts import Rule, Verdict, drop, first_broken, share
 from stepwell.data.quality.words import Words, groups, split_words
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction, NonNegative, Positive
 
 ELLIPSES = ("...", "…")
 # Where stop words are looked for first; most texts have enough of them here.

@@ -14,11 +14,11 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from stepwell.config import Fraction
 from stepwell.data.batches import Outcome, texts_of
 from stepwell.data.quality.verdicts import Rule, Verdict, detail, drop, first_broken, share
 from stepwell.data.quality.words import Words, groups, split_words
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Fraction
 
 TOP = (2, 3, 4)
 DUPLICATE = (5, 6, 7, 8, 9, 10)

@@ -20,7 +20,6 @@ import numpy as np
 from pydantic import Field
 
 from stepwell import __version__
-from stepwell.config import NonNegative, Positive
 from stepwell.data.files import file_sha256, new_folder
 from stepwell.data.quality.classifier import (
     CARD,
@@ -32,7 +31,7 @@ from stepwell.data.quality.classifier import (
     read_classifier,
 )
 from stepwell.data.quality.metrics import binary_report, calibration, level_report
-from stepwell.schema import Section
+from stepwell.schema import NonNegative, Positive, Section
 from stepwell.types import DataError
 
 SCORED_AT_ONCE = 1000

@@ -16,7 +16,6 @@ from typing import Annotated, Literal, NamedTuple
 import pyarrow as pa
 from pydantic import AfterValidator, model_validator
 
-from stepwell.config import Flag, Positive
 from stepwell.data.batches import EDITS, Outcome, Removal, split, texts_of, with_texts
 from stepwell.data.safety.national_ids import LOCALES, national_ids
 from stepwell.data.safety.validators import (
@@ -33,6 +32,7 @@ from stepwell.data.safety.validators import (
     is_phone,
 )
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Flag, Positive
 from stepwell.types import nearest
 
 Kind = Literal["email", "iban", "card", "national_id", "ipv6", "ipv4", "phone"]

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field
 
-from stepwell.config import Flag, Fraction, NonNegative
 from stepwell.data.batches import Outcome, Removal, split, texts_of, with_column
 from stepwell.data.quality.classifier import load_classifier
 from stepwell.data.steps import DocumentStep
+from stepwell.schema import Flag, Fraction, NonNegative
 from stepwell.types import ConfigError, DataError, nearest
 
 # What separates words: blanks and the punctuation of any script, but for the apostrophe. Marks

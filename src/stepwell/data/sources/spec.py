@@ -7,8 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from stepwell.config import Positive
-from stepwell.schema import Section
+from stepwell.schema import Positive, Section
 
 Kind = Literal["auto", "text", "code", "rows", "html", "warc"]
 MIB = 2**20

@@ -1,0 +1,292 @@
+"""How a run is trained: the section `method`, one class a method.
+
+Class variables say what a method's steps are made of, so that rules about runs need not list
+methods: `row_steps`, a step takes train.global_batch_rows rows; `evaluates`, held-out data are
+scored during training; `heldout_rows`, these may be rows like those of data.path.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from stepwell.schema import (
+    Above0,
+    AtLeast0,
+    Flag,
+    Fraction,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+)
+
+
+class MethodSection(Section):
+    row_steps: ClassVar[bool] = False
+    evaluates: ClassVar[bool] = False
+    heldout_rows: ClassVar[bool] = False
+
+
+class Pretrain(MethodSection):
+    row_steps: ClassVar[bool] = True
+    evaluates: ClassVar[bool] = True
+
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class SFT(MethodSection):
+    """epochs bounds the run together with train.steps: whichever ends first (None: steps only).
+    neftune_alpha: noise on the embeddings while training (NEFTune, 2310.05914; 0: none)."""
+
+    row_steps: ClassVar[bool] = True
+    evaluates: ClassVar[bool] = True
+    heldout_rows: ClassVar[bool] = True
+
+    kind: Literal["sft"] = "sft"
+    epochs: Above0 | None = None
+    max_rows: Positive | None = None
+    neftune_alpha: AtLeast0 = 0.0
+
+
+class PreferenceLoss(Section):
+    """What pairs of answers (or labelled answers: kto) are trained with.
+
+    dpo: 2305.18290; with label_smoothing conservative DPO; robust divides by 1 - 2 e (2403.00409).
+    ipo: 2310.12036; hinge: SLiC-HF, 2305.10425; kto: 2402.01306; simpo: 2405.14734, with margin;
+    cpo: 2401.08417; orpo: 2403.07691; dpop: DPO-positive, 2402.13228, with positive_coef.
+    length_normalised: log-probabilities are means over the answer's tokens. divergence: of the
+    policy from the reference (f-DPO, 2309.16240); alpha: of the alpha divergence. sft_coef: adds
+    that much of the chosen answer's mean negative log-likelihood (RPO, 2404.19733).
+    """
+
+    kind: Literal["dpo", "robust", "ipo", "hinge", "kto", "simpo", "cpo", "orpo", "dpop"] = "dpo"
+    beta: Above0 = 0.1
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
+    length_normalised: Flag = False
+    divergence: Literal["reverse-kl", "forward-kl", "js", "alpha"] = "reverse-kl"
+    alpha: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.5
+    margin: AtLeast0 = 0.5
+    positive_coef: AtLeast0 = 50.0
+    sft_coef: AtLeast0 = 0.0
+    desirable_weight: Above0 = 1.0
+    undesirable_weight: Above0 = 1.0
+
+
+class DPO(MethodSection):
+    """A step takes pairs_per_step pairs (kto: that many labelled answers). max_prompt_tokens:
+    longer prompts lose their beginning; answers are cut to what data.seq_len leaves of a pair.
+
+    reference: cached scores all pairs once before training and keeps the sums in a file; separate
+    holds a frozen copy of the first weights; adapter-off scores with the adapters left out.
+    displacement: what is done when margins grow while the chosen answers' log-probability falls
+    (2410.08847) over displacement_window steps. drop_ches: the share of pairs with the highest CHES
+    scores that is left out.
+    """
+
+    evaluates: ClassVar[bool] = True
+    heldout_rows: ClassVar[bool] = True
+
+    kind: Literal["dpo"] = "dpo"
+    loss: PreferenceLoss = PreferenceLoss()
+    pairs_per_step: Positive = 16
+    epochs: Above0 | None = None
+    max_rows: Positive | None = None
+    max_prompt_tokens: Positive | None = None
+    reference: Literal["cached", "separate", "adapter-off"] = "cached"
+    displacement: Literal["warn", "stop", "ignore"] = "warn"
+    displacement_window: Annotated[int, Field(strict=True, ge=2)] = 20
+    drop_ches: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+
+
+class RewardModel(MethodSection):
+    """A score for an answer, read at its last token.
+
+    bradley-terry: pairs; -log sigmoid(chosen - rejected - margin), the margin from the column
+    `margin` if margins is set; centre_coef times the square of the pair's sum is added
+    (2312.09244). regression: rows with a number `label`; classification: rows with a class `label`
+    of num_labels (model.num_labels). process: rows of `completions` and `labels`, one a step; a
+    step's score is read at its last token; soft labels are probabilities.
+    """
+
+    evaluates: ClassVar[bool] = True
+    heldout_rows: ClassVar[bool] = True
+
+    kind: Literal["reward"] = "reward"
+    objective: Literal["bradley-terry", "regression", "classification", "process"] = "bradley-terry"
+    margins: Flag = False
+    centre_coef: AtLeast0 = 0.0
+    rows_per_step: Positive = 16
+    epochs: Above0 | None = None
+    max_rows: Positive | None = None
+
+
+class RewardTerm(Section):
+    """A dimension of the reward: `weight` times what `source` says is added up.
+
+    source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET, model:FOLDER,
+    overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low, high: bounds that it is
+    clipped to. answers for which it says None are left out of this dimension.
+    """
+
+    name: str
+    source: str
+    weight: Number = 1.0
+    low: Number | None = None
+    high: Number | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> RewardTerm:
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(
+                f"method.rewards: {self.name!r} has low={self.low:g} above high={self.high:g}; "
+                "exchange them"
+            )
+        return self
+
+
+class SampledMethod(MethodSection):
+    """What methods share that train on their own samples.
+
+    A step samples group_size answers to each of prompts_per_step prompts (over all ranks) at
+    `temperature` from the whole distribution, and scores them by `rewards`, or by `verifier` alone
+    where there are none. self_test: the scorers are tried on junk before the run starts.
+    environment: python:FILE.py:CLASS, for answers of up to max_turns turns. server: the URL of an
+    OpenAI-compatible server that samples instead of the engine. max_staleness: how many rollouts
+    the sampling weights may lag behind; above 0, sampling goes on while training. importance_cap:
+    truncates the ratio of the trainer's to the sampler's probability (2510.18927's TIS; 0: no
+    correction). updates_per_rollout: how often the answers are gone through, in `minibatches` steps
+    each time.
+    """
+
+    prompts_per_step: Positive = 16
+    group_size: Positive = 8
+    max_new_tokens: Positive = 64
+    temperature: Above0 = 1.0
+    verifier: str = "exact"
+    rewards: tuple[RewardTerm, ...] = ()
+    reward_timeout_s: Above0 = 10.0
+    self_test: Flag = True
+    environment: str | None = None
+    max_turns: Positive = 1
+    server: str | None = None
+    max_staleness: NonNegative = 0
+    importance_cap: AtLeast0 = 2.0
+    updates_per_rollout: Positive = 1
+    minibatches: Positive = 1
+
+    @model_validator(mode="after")
+    def _shared_rules(self) -> SampledMethod:
+        names = [term.name for term in self.rewards]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"method.rewards has two terms named {twice!r}; each needs a name of its own"
+            )
+        if self.max_turns > 1 and self.environment is None:
+            raise ValueError(
+                f"method.max_turns={self.max_turns} needs method.environment, which answers "
+                "between the turns; the nearest legal value is 1"
+            )
+        if self.minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"method.minibatches={self.minibatches} exceeds method.prompts_per_step="
+                f"{self.prompts_per_step}; the nearest legal value is {self.prompts_per_step}"
+            )
+        return self
+
+
+Estimator = Literal["k1", "k2", "k3", "unbiased"]
+
+
+class GRPO(SampledMethod):
+    """Group-relative policy optimisation (2402.03300) and its relatives.
+
+    advantage: std, the group's sample standard deviation; none (Dr. GRPO, 2503.20783); batch-std;
+    leave-one-out (RLOO, 2402.14740); reinforce++ (2501.03262); maxrl (by the group's mean reward).
+    aggregate: mean over all tokens (DAPO, 2503.14476), over answers, or by the constant
+    max_new_tokens (Dr. GRPO). objective: clip (PPO's), cispo (2506.13585), gspo (2507.18071).
+    dual_clip: 0, or the bound c > 1 of 1912.09729. kl_coef: of the divergence from the reference,
+    in the loss or the reward. entropy_coef: of the entropy that is added. overlong: mask leaves
+    answers out that were cut off; overlong_cache: the last tokens before max_new_tokens are
+    punished linearly (0: none). dynamic_sampling: groups of equal rewards are replaced by others,
+    in at most max_refills further rollouts. reference: as in ppo.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    group_size: Annotated[int, Field(strict=True, ge=2)] = 8
+    advantage: Literal["std", "none", "batch-std", "leave-one-out", "reinforce++", "maxrl"] = "std"
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    objective: Literal["clip", "cispo", "gspo"] = "clip"
+    clip_low: Fraction = 0.2
+    clip_high: Above0 = 0.28
+    dual_clip: AtLeast0 = 0.0
+    kl_coef: AtLeast0 = 0.0
+    kl_estimator: Estimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    reference: Literal["separate", "adapter-off", "host"] = "separate"
+    entropy_coef: AtLeast0 = 0.0
+    overlong: Literal["keep", "mask"] = "keep"
+    overlong_cache: NonNegative = 0
+    dynamic_sampling: Flag = False
+    max_refills: Positive = 3
+
+    @model_validator(mode="after")
+    def _rules(self) -> GRPO:
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(
+                f"method.dual_clip={self.dual_clip:g} must be above 1 (3 is usual), or 0 for none"
+            )
+        return self
+
+
+class PPO(SampledMethod):
+    """Proximal policy optimisation (1707.06347) with a critic, as in RLHF (2203.02155).
+
+    critic: separate, a model of its own from critic_init (by default the policy's first weights),
+    or shared, a second head on the policy's trunk. reference: separate, a frozen copy; adapter-off,
+    the policy without its adapters; host, a frozen copy that lives on the host between rollouts.
+    kl_coef: of the divergence from the reference, kept at kl_target over kl_horizon samples by the
+    adaptive controller (1909.08593). gamma, lam: GAE (1506.02438). value_clip: 0, or how far a
+    value may move from the sampled one. whiten: advantages are centred and scaled over the batch.
+    """
+
+    kind: Literal["ppo"] = "ppo"
+    group_size: Positive = 1
+    clip_low: Fraction = 0.2
+    clip_high: Above0 = 0.2
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    critic: Literal["separate", "shared"] = "separate"
+    critic_init: str | None = None
+    critic_lr: Above0 | None = None
+    value_coef: Above0 = 0.1
+    value_clip: AtLeast0 = 0.2
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    whiten: Flag = True
+    kl_coef: AtLeast0 = 0.05
+    kl_estimator: Estimator = "k1"
+    kl_in: Literal["loss", "reward"] = "reward"
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    kl_target: Above0 = 6.0
+    kl_horizon: Above0 = 10_000.0
+    reference: Literal["separate", "adapter-off", "host"] = "separate"
+    entropy_coef: AtLeast0 = 0.0
+
+
+class OnlineDPO(SampledMethod):
+    """DPO on pairs of the policy's own samples (2402.04792): each step samples, scores, pairs the
+    best with the worst answer of a group, and trains. refresh_every: steps after which the
+    reference becomes the policy of that moment (0: never)."""
+
+    kind: Literal["online-dpo"] = "online-dpo"
+    group_size: Annotated[int, Field(strict=True, ge=2)] = 4
+    loss: PreferenceLoss = PreferenceLoss()
+    reference: Literal["separate", "adapter-off", "host"] = "separate"
+    refresh_every: NonNegative = 0
+
+
+Method = Annotated[
+    Pretrain | SFT | DPO | RewardModel | GRPO | PPO | OnlineDPO, Field(discriminator="kind")
+]
