@@ -102,6 +102,21 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command("sft", "fine-tuning on conversations", "stepwell.commands.training:sft"),
         Command(
+            "dpo",
+            "learning from pairs of answers: DPO, IPO, KTO, SimPO and their relatives",
+            "stepwell.commands.training:dpo",
+        ),
+        Command(
+            "reward",
+            "a model that scores answers, or their steps",
+            "stepwell.commands.training:reward",
+        ),
+        Command(
+            "ppo",
+            "reinforcement learning with a critic",
+            "stepwell.commands.training:ppo",
+        ),
+        Command(
             "grpo",
             "reinforcement learning with verifiable rewards",
             "stepwell.commands.training:grpo",

@@ -1,20 +1,21 @@
-"""`stepwell pretrain | sft | grpo RECIPE [--dotted.key value ...]`."""
+"""`stepwell pretrain | sft | dpo | reward | grpo | ... RECIPE [--dotted.key value ...]`."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import sys
 import tomllib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from stepwell.commands.header import header_text, plan_of
+from stepwell.commands.inputs import counted
 from stepwell.commands.ranks import Ranks, check, ranks_of
 from stepwell.config import Run
 from stepwell.launch import environ
@@ -22,22 +23,21 @@ from stepwell.launch.local import FAILED_RANK_LOG, launch
 from stepwell.launch.peers import watched
 from stepwell.launch.stopping import last_saved, what_is_saved
 from stepwell.schema import dotted_keys
-from stepwell.sections.methods import GRPO, SFT, Pretrain
+from stepwell.sections.methods import Method, MethodSection
+from stepwell.sections.optim import LossConfig
 from stepwell.train.lock import LOCK, folder_lock
 from stepwell.types import (
     CheckpointError,
     ConfigError,
-    DataError,
     Interrupted,
     StepwellError,
     nearest,
 )
 
 if TYPE_CHECKING:
-    from stepwell.eval.grade import Prompt
-    from stepwell.tokenizer import Tokenizer
+    pass
 
-METHODS = (Pretrain, SFT, GRPO)
+METHODS: tuple[type[MethodSection], ...] = get_args(get_args(Method)[0])
 OPTIONS = ("nproc", "max_restarts", "rank_timeout", "resume", "fresh", "check", "json", "help")
 # Options with a value that is not a key's.
 COUNTED = {
@@ -83,6 +83,22 @@ def sft(argv: Sequence[str]) -> int:
 
 def grpo(argv: Sequence[str]) -> int:
     return _command("grpo", argv)
+
+
+def dpo(argv: Sequence[str]) -> int:
+    return _command("dpo", argv)
+
+
+def online_dpo(argv: Sequence[str]) -> int:
+    return _command("online-dpo", argv)
+
+
+def reward(argv: Sequence[str]) -> int:
+    return _command("reward", argv)
+
+
+def ppo(argv: Sequence[str]) -> int:
+    return _command("ppo", argv)
 
 
 def parse(argv: Sequence[str]) -> Arguments:
@@ -147,9 +163,18 @@ def check_method_key(key: str, method: str) -> None:
         )
 
 
+def own_loss_key(key: str, method: str) -> str:
+    """loss.kind is method.loss.kind where the method has a loss of its own with such a key."""
+    section, _, name = key.partition(".")
+    owner = next(m for m in METHODS if m.model_fields["kind"].default == method)
+    if section != "loss" or name in LossConfig.model_fields or "loss" not in owner.model_fields:
+        return key
+    return f"method.{key}"
+
+
 def load_run(method: str, arguments: Arguments) -> Run:
     """The run of `method` that the recipe and the overrides describe. Raises ConfigError."""
-    overrides: dict[str, Any] = dict(arguments.overrides)
+    overrides = {own_loss_key(key, method): value for key, value in arguments.overrides.items()}
     for key in overrides:
         check_option(key)
         if "method.kind" not in overrides:
@@ -166,7 +191,7 @@ def load_run(method: str, arguments: Arguments) -> Run:
     return run
 
 
-def _with_overrides(path: Path, overrides: dict[str, Any]) -> Run:
+def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> Run:
     try:
         return Run.load(path, overrides)
     except ConfigError:
@@ -329,12 +354,11 @@ def _command(method: str, argv: Sequence[str]) -> int:
         again = arguments.max_restarts or 0
         words = [method, *_without_fresh(argv)]
         return launch(ranks.world, words, max_restarts=again, folder=run.dir)
-    loop = {"pretrain": _pretrain, "sft": _sft, "grpo": _grpo}[method]
     if is_main and not arguments.as_json:
         print(header_text(resolved, ranks), file=sys.stderr)
     try:
         with watched(os.environ):
-            num_steps = 0 if _is_done_and_closed(resolved) else loop(resolved)
+            num_steps = 0 if _is_done_and_closed(resolved) else starts(method).start(resolved)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted: ended at once; {what_is_saved(run.dir)}") from None
     if is_main:
@@ -381,20 +405,13 @@ def check_start(run: Run) -> list[str]:
         from stepwell.train.checkpoint import of_run_or_itself
 
         of_run_or_itself(run.checkpoint.branch_from, "checkpoint.branch_from")
-    if run.method.kind == "pretrain":
-        from stepwell.train.pretrain import open_data
+    return starts(run.method.kind).check(run)
 
-        return open_data(run).warnings
-    tokenizer = _tokenizer(run)
-    if run.method.kind == "grpo":
-        _prompts(run, tokenizer)
-        return []
-    if run.data.path is None:
-        raise ConfigError("data.path is not set; sft needs a JSONL or Parquet file of chat rows")
-    for path in filter(None, (run.data.path, run.data.heldout_path)):
-        if not os.access(path, os.R_OK):
-            raise DataError(f"cannot read {path}: there is no such file, or it may not be read")
-    return []
+
+def starts(method: str) -> Any:
+    """The module that knows how a method starts: `check(run) -> warnings`, `start(run) -> steps`.
+    It imports torch."""
+    return importlib.import_module(f"stepwell.commands.starts.{method.replace('-', '_')}")
 
 
 def check_options(arguments: Arguments) -> None:
@@ -428,91 +445,6 @@ def with_weights(run: Run) -> Run:
         model = run.model.model_dump(exclude_unset=True) | {"init": str(folder)}
         run = Run.model_validate(run.model_dump(exclude_unset=True) | {"model": model})
     return resolve(run)
-
-
-def _pretrain(run: Run) -> int:
-    from stepwell.train.pretrain import pretrain
-
-    return pretrain(run)
-
-
-def _sft(run: Run) -> int:
-    from stepwell.posttrain.sft import sft
-
-    return sft(run, _tokenizer(run))
-
-
-def _grpo(run: Run) -> int:
-    from stepwell.posttrain.grpo import grpo
-    from stepwell.posttrain.verifiers import find_verifier
-    from stepwell.train.weights import require_model
-
-    method = run.method
-    assert isinstance(method, GRPO)
-    verifier = find_verifier(method.verifier)
-    tokenizer = _tokenizer(run)
-    require_model(run, None)
-    prompts, dropped = _prompts(run, tokenizer)
-    if dropped and os.environ.get("RANK", "0") == "0":
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        print(
-            f"{run.data.path}: left out {counted(sum(dropped.values()), 'prompt')} ({reasons})",
-            file=sys.stderr,
-        )
-    return grpo(run, prompts, verifier, tokenizer, dropped=dropped)
-
-
-def _prompts(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, int]]:
-    """The prompts of `data.path` that can be used, and how many of the others, by reason."""
-    from stepwell.eval.items import load_prompts
-
-    if run.data.path is None:
-        raise ConfigError("data.path is not set; grpo needs a JSONL or Parquet file of prompts")
-    found, broken = load_prompts(run.data.path, tokenizer)
-    prompts = short_prompts(run, found)
-    dropped = dict(Counter(drop.reason for drop in broken))
-    if len(prompts) < len(found):
-        dropped["too_long"] = len(found) - len(prompts)
-    return prompts, dropped
-
-
-def short_prompts(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those that leave room for an answer. Raises DataError if there are none."""
-    method = run.method
-    assert isinstance(method, GRPO)
-    longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
-    short = [prompt for prompt in prompts if len(prompt.ids) <= longest]
-    if not short:
-        least = min(len(prompt.ids) for prompt in prompts)
-        most = max(len(prompt.ids) for prompt in prompts)
-        raise DataError(
-            f"all {counted(len(prompts), 'prompt')} of {run.data.path} are too long: the shortest "
-            f"has {counted(least, 'token')}, but data.seq_len={run.data.seq_len} less "
-            f"method.max_new_tokens={method.max_new_tokens} leaves {longest}; raise data.seq_len "
-            f"to {most + method.max_new_tokens}, which takes all of them, or lower "
-            "method.max_new_tokens"
-        )
-    return short
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _tokenizer(run: Run) -> Tokenizer:
-    from stepwell.tokenizer import Tokenizer
-
-    if run.data.tokenizer is None:
-        raise ConfigError("data.tokenizer is not set; name a tokenizer.json or its folder")
-    tokenizer = Tokenizer.load(run.data.tokenizer)
-    if tokenizer.vocab_size > run.model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer {run.data.tokenizer} has {tokenizer.vocab_size} ids, but "
-            f"model.vocab_size={run.model.vocab_size}; the nearest legal value is "
-            f"{tokenizer.vocab_size}, or take the tokenizer that the model was trained with"
-        )
-    return tokenizer
 
 
 def _print_result(run: Run, num_steps: int, as_json: bool) -> None:
