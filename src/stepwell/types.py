@@ -89,8 +89,12 @@ class Completion:
     """One sampled answer, token in and token out: `token_ids` are never re-rendered.
 
     logprobs: log-probability of each sampled id at the sampling temperature (full support).
+    Tokens that an environment put between two turns have 0 there.
+    text: what the policy wrote; its turns are separated by a line break.
     finish_reason: "stop" (eos or stop string) or "length".
     policy_version: the number of optimiser steps that the sampling weights had seen.
+    from_policy: which tokens the policy sampled (None: all). Others are neither trained nor part of
+    a divergence.
     """
 
     request_id: int
@@ -100,3 +104,11 @@ class Completion:
     text: str
     finish_reason: str
     policy_version: int = 0
+    from_policy: tuple[bool, ...] | None = None
+
+    @property
+    def mask(self) -> list[int]:
+        """1 for each token that the policy sampled, 0 for an environment's."""
+        if self.from_policy is None:
+            return [1] * len(self.token_ids)
+        return [int(sampled) for sampled in self.from_policy]

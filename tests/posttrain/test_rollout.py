@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from stepwell import generate as sampler
-from stepwell.eval.grade import Prompt
+from stepwell.eval.grade import Prompt, Verdict
 from stepwell.generate import Sampling
 from stepwell.models.decode import DecodeWeights
-from stepwell.posttrain.rollout import Rollouts, collect
+from stepwell.posttrain.rollout import ByVerifier, Group, Rollouts, collect
 from stepwell.posttrain.verifiers import exact
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import ConfigError, DataError
+from stepwell.types import Completion, ConfigError, DataError
 from tests.models.test_decode import config, random_decoder
 
 
@@ -43,12 +43,13 @@ def some_prompts(tokenizer, texts=("1+1=", "2+2=", "what?")) -> list[Prompt]:
 
 
 SAMPLING = Sampling(max_new_tokens=6)
+EXACT = ByVerifier(exact)
 
 
 def test_groups_keep_ids_scores_and_version(engine, tokenizer):
     engine.version = 7
     prompts = some_prompts(tokenizer)
-    rollouts = collect(engine, prompts, 4, SAMPLING, exact, tokenizer, seed=3)
+    rollouts = collect(engine, prompts, 4, SAMPLING, EXACT, tokenizer, seed=3)
     assert [g.prompt for g in rollouts.groups] == prompts
     assert rollouts.policy_version == 7
     assert rollouts.staleness(9) == 2
@@ -66,18 +67,18 @@ def test_groups_keep_ids_scores_and_version(engine, tokenizer):
 
 def test_a_prompt_gets_the_same_answers_in_any_company(engine, tokenizer):
     prompts = some_prompts(tokenizer)
-    whole = collect(engine, prompts, 3, SAMPLING, exact, tokenizer, seed=3)
-    (alone,) = collect(engine, prompts[2:], 3, SAMPLING, exact, tokenizer, seed=3).groups
+    whole = collect(engine, prompts, 3, SAMPLING, EXACT, tokenizer, seed=3)
+    (alone,) = collect(engine, prompts[2:], 3, SAMPLING, EXACT, tokenizer, seed=3).groups
     tokens = [c.token_ids for c in whole.groups[2].completions]
     assert tokens == [c.token_ids for c in alone.completions]
-    (other,) = collect(engine, prompts[2:], 3, SAMPLING, exact, tokenizer, seed=4).groups
+    (other,) = collect(engine, prompts[2:], 3, SAMPLING, EXACT, tokenizer, seed=4).groups
     assert tokens != [c.token_ids for c in other.completions]
 
 
 def test_stale_and_mixed_versions_are_seen(engine, tokenizer):
-    old = collect(engine, some_prompts(tokenizer), 2, SAMPLING, exact, tokenizer)
+    old = collect(engine, some_prompts(tokenizer), 2, SAMPLING, EXACT, tokenizer)
     engine.version, engine.seed = 1, 1
-    new = collect(engine, some_prompts(tokenizer), 2, SAMPLING, exact, tokenizer)
+    new = collect(engine, some_prompts(tokenizer), 2, SAMPLING, EXACT, tokenizer)
     mixed = Rollouts(old.groups + new.groups)
     with pytest.raises(DataError, match=r"\[0, 1\]"):
         _ = mixed.policy_version
@@ -94,18 +95,41 @@ def test_failures_are_counted_apart(engine, tokenizer):
         return [0.0]
 
     rollouts = collect(
-        engine, some_prompts(tokenizer), 2, SAMPLING, grader, tokenizer, timeout_s=0.1
+        engine, some_prompts(tokenizer), 2, SAMPLING, ByVerifier(grader, 0.1), tokenizer
     )
     assert [g.rewards for g in rollouts.groups] == [[None] * 2, [None] * 2, [0.0] * 2]
     assert (rollouts.num_errors, rollouts.num_timeouts) == (2, 2)
     assert rollouts.rows()[0]["detail"] == "RuntimeError: no"
 
 
+def everything() -> Rollouts:
+    """Every field set, with text that a careless reader of lines would cut."""
+    text = 'a\u2028b\x85c\ud800 "d"\n'
+    prompt = Prompt(text, (1, 2), {"answer": text, "n": 0.1 + 0.2, "deep": [{"x": None}]}, "i")
+    completions = (
+        Completion(5, (1, 2), (3, 4, 5), (-0.1, 0.0, -1e-30), text, "stop", 7, (True, False, True)),
+        Completion(6, (1, 2, 3), (4,), (-1 / 3,), "", "length", 8),
+    )
+    verdicts = (Verdict(1 / 3, scores={"a": 0.0, "b": None}), Verdict(None, "error", text))
+    return Rollouts((Group(prompt, completions, verdicts),) * 3)
+
+
+def test_tokens_of_an_environment_are_not_trained():
+    (ids, mask, streams), (_, whole, _), *_ = everything().documents()
+    assert ids == [1, 2, 3, 4, 5]
+    assert mask == [0, 0, 1, 0, 1]
+    assert streams == {"sampler_logprobs": [0.0, 0.0, -0.1, 0.0, -1e-30]}
+    assert whole == [0, 0, 0, 1]
+    assert [row["num_tokens"] for row in everything().rows()[:2]] == [2, 1]
+    assert everything().rows()[0]["scores"] == {"a": 0.0, "b": None}
+
+
 def test_saved_rollouts_load_equal(engine, tokenizer, tmp_path):
-    rollouts = collect(engine, some_prompts(tokenizer), 2, SAMPLING, exact, tokenizer)
+    rollouts = everything()
     file = tmp_path / "deep" / "rollouts.jsonl"
     rollouts.save(file)
     assert Rollouts.load(file) == rollouts
+    assert Rollouts.load(file).groups[0].prompt.item == "i"
     assert [p.name for p in file.parent.iterdir()] == ["rollouts.jsonl"]
     file.write_text(file.read_text("utf-8")[:-40], "utf-8")
     with pytest.raises(DataError, match="line 3"):
@@ -121,4 +145,4 @@ def test_saved_rollouts_load_equal(engine, tokenizer, tmp_path):
 
 def test_group_size(engine, tokenizer):
     with pytest.raises(ConfigError, match="group_size=0"):
-        collect(engine, some_prompts(tokenizer), 0, SAMPLING, exact, tokenizer)
+        collect(engine, some_prompts(tokenizer), 0, SAMPLING, EXACT, tokenizer)

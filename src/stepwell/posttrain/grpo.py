@@ -23,7 +23,7 @@ from stepwell.metrics import LineFile, cut_lines
 from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
-from stepwell.posttrain.rollout import Rollouts, collect
+from stepwell.posttrain.rollout import ByVerifier, Rollouts, collect
 from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
@@ -154,7 +154,7 @@ def grpo(
                 [prompts[i] for i in numbers],
                 method.group_size,
                 sampling,
-                verifier,
+                ByVerifier(verifier),
                 tokenizer,
                 seed=rollout_seed(run.train.seed, num_rollouts),
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,31 @@ class Sampler(Protocol):
         sampling: Sampling,
         tokenizer: Tokenizer | None = None,
     ) -> list[Completion]: ...
+
+
+class Scorer(Protocol):
+    """What completions are scored by: one verdict each, in their order."""
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion]
+    ) -> list[Verdict]: ...
+
+
+@dataclass(frozen=True)
+class ByVerifier:
+    """A verifier alone as the reward, tried one by one (`grade.verify_each`)."""
+
+    verifier: Verifier
+    timeout_s: float = 10.0
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
+        return verify_each(
+            self.verifier,
+            [prompt.text for prompt in prompts],
+            [completion.text for completion in completions],
+            [prompt.columns for prompt in prompts],
+            self.timeout_s,
+        )
 
 
 @dataclass(frozen=True)
@@ -78,9 +103,10 @@ class Rollouts:
                 "prompt": group.prompt.text,
                 "completion": completion.text,
                 "reward": verdict.reward,
+                "scores": dict(verdict.scores),
                 "failure": verdict.failure,
                 "detail": verdict.detail,
-                "num_tokens": len(completion.token_ids),
+                "num_tokens": sum(completion.mask),
                 "finish_reason": completion.finish_reason,
                 "policy_version": completion.policy_version,
             }
@@ -89,12 +115,13 @@ class Rollouts:
         ]
 
     def documents(self) -> list[tuple[list[int], list[int], dict[str, list[float]]]]:
-        """(ids, mask, streams) of each completion: prompt and answer, 1 on the answer's tokens;
-        stream `sampler_logprobs` is what the sampler saw."""
+        """(ids, mask, streams) of each completion, group by group: prompt and answer, 1 on the
+        tokens that the policy sampled (0 on the prompt's and an environment's); the stream
+        `sampler_logprobs` is what the sampler saw, 0 elsewhere."""
         return [
             (
                 [*c.prompt_ids, *c.token_ids],
-                [0] * len(c.prompt_ids) + [1] * len(c.token_ids),
+                [0] * len(c.prompt_ids) + c.mask,
                 {"sampler_logprobs": [0.0] * len(c.prompt_ids) + list(c.logprobs)},
             )
             for g in self.groups
@@ -109,7 +136,7 @@ class Rollouts:
         try:
             with temporary.open("w", encoding="utf-8") as file:
                 for group in self.groups:
-                    file.write(json.dumps(dataclasses.asdict(group), ensure_ascii=False) + "\n")
+                    file.write(json.dumps(dataclasses.asdict(group)) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
@@ -121,11 +148,13 @@ class Rollouts:
     def load(cls, path: str | Path) -> Rollouts:
         """Raises DataError for a missing file and names the line of a broken one."""
         try:
-            lines = Path(path).read_text("utf-8").splitlines()
+            lines = Path(path).read_text("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read rollouts {path}: {error}") from error
         groups = []
-        for number, line in enumerate(lines, 1):
+        if lines[-1]:
+            raise DataError(f"{path}, line {len(lines)} is not a group of rollouts: it is cut off")
+        for number, line in enumerate(lines[:-1], 1):
             try:
                 groups.append(_group(json.loads(line)))
             except (ValueError, KeyError, TypeError) as error:
@@ -140,10 +169,11 @@ def collect(
     prompts: Sequence[Prompt],
     group_size: int,
     sampling: Sampling,
-    verifier: Verifier,
+    rewards: Scorer,
     tokenizer: Tokenizer,
     seed: int = 0,
-    timeout_s: float = 10.0,
+    environment: Callable[[], Any] | None = None,
+    max_turns: int = 1,
 ) -> Rollouts:
     """`group_size` answers to each prompt, on the engine's weights as they are now, scored.
 
@@ -153,6 +183,8 @@ def collect(
     """
     if group_size < 1:
         raise ConfigError(f"group_size={group_size} must be at least 1")
+    if environment is not None or max_turns > 1:
+        raise ConfigError("environments are not there yet")
     requests = [
         Request(p * group_size + i, tuple(prompt.ids), seed=child)
         for p, prompt in enumerate(prompts)
@@ -160,13 +192,7 @@ def collect(
     ]
     completions = engine.generate(requests, sampling, tokenizer)
     owners = [prompt for prompt in prompts for _ in range(group_size)]
-    verdicts = verify_each(
-        verifier,
-        [p.text for p in owners],
-        [c.text for c in completions],
-        [p.columns for p in owners],
-        timeout_s,
-    )
+    verdicts = rewards.score(owners, completions)
     cuts = range(0, len(owners), group_size)
     return Rollouts(
         tuple(
@@ -181,16 +207,9 @@ def collect(
 def _group(row: dict[str, Any]) -> Group:
     prompt = row["prompt"]
     return Group(
-        Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"]),
+        Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"], prompt["item"]),
         tuple(
-            Completion(
-                **{
-                    **c,
-                    "prompt_ids": tuple(c["prompt_ids"]),
-                    "token_ids": tuple(c["token_ids"]),
-                    "logprobs": tuple(c["logprobs"]),
-                }
-            )
+            Completion(**{k: tuple(v) if isinstance(v, list) else v for k, v in c.items()})
             for c in row["completions"]
         ),
         tuple(Verdict(**v) for v in row["verdicts"]),
