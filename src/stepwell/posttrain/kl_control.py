@@ -1,0 +1,26 @@
+"""How strongly the policy is held to its reference: a fixed coefficient, or one that keeps the
+divergence at a target."""
+
+from __future__ import annotations
+
+from stepwell.sections.methods import PPO
+
+ERROR_BOUND = 0.2
+
+
+def adapted(coef: float, kl: float, target: float, horizon: float, num_samples: int) -> float:
+    """The coefficient after `num_samples` answers whose mean KL (nats an answer) was `kl`.
+
+    coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon): log-space proportional
+    control (1909.08593, section 2.2). Never below 0, however many samples there are.
+    """
+    error = min(max(kl / target - 1.0, -ERROR_BOUND), ERROR_BOUND)
+    return coef * max(1.0 + error * num_samples / horizon, 0.0)
+
+
+def next_coef(method: PPO, coef: float, kl: float, num_samples: int) -> float:
+    """The coefficient of the next rollout by `method.kl_controller`; it is all the state that a
+    controller has, and belongs in the checkpoint."""
+    if method.kl_controller == "fixed":
+        return coef
+    return adapted(coef, kl, method.kl_target, method.kl_horizon, num_samples)
