@@ -23,7 +23,7 @@ from stepwell.eval.tasks import (
     windows,
 )
 from stepwell.generate import Sampling
-from stepwell.posttrain.verifiers import exact
+from stepwell.posttrain.verifiers.exact import exact
 from stepwell.sections.data import DataConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from stepwell.posttrain.chain_sum import Problem, overlap, problems
-from stepwell.posttrain.verifiers import exact
+from stepwell.posttrain.verifiers.exact import exact
 from stepwell.types import ConfigError
 
 

@@ -8,7 +8,7 @@ from stepwell.eval.grade import Prompt, Verdict
 from stepwell.generate import Sampling
 from stepwell.models.decode import DecodeWeights
 from stepwell.posttrain.rollout import ByVerifier, Group, Rollouts, collect
-from stepwell.posttrain.verifiers import exact
+from stepwell.posttrain.verifiers.exact import exact
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, ConfigError, DataError
 from tests.models.test_decode import config, random_decoder

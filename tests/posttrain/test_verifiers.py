@@ -1,12 +1,8 @@
 import pytest
 
-from stepwell.posttrain.verifiers import (
-    exact,
-    find_verifier,
-    gym,
-    gym_rows,
-    matches,
-)
+from stepwell.posttrain.verifiers.exact import exact, regex
+from stepwell.posttrain.verifiers.find import find_verifier
+from stepwell.posttrain.verifiers.gym import gym, gym_rows
 from stepwell.types import ConfigError
 
 
@@ -40,8 +36,8 @@ def test_not_applicable_is_not_zero():
     assert exact(["", ""], ["1", "2"], answer=[None, "1"]) == [None, 0.0]
 
 
-def test_matches():
-    assert matches(["", ""], ["<think>\nx</think>", "x"], pattern="<think>.*</think>") == [1.0, 0.0]
+def test_regex():
+    assert regex("<think>.*</think>")(["", ""], ["<think>\nx</think>", "x"]) == [1.0, 0.0]
     with pytest.raises(ConfigError, match="not a regular expression"):
         find_verifier("regex:(")
 

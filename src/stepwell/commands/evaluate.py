@@ -188,7 +188,7 @@ def match_result(
     from stepwell.eval.items import load_prompts
     from stepwell.eval.tasks import generate_and_match
     from stepwell.generate import Sampling
-    from stepwell.posttrain.verifiers import find_verifier
+    from stepwell.posttrain.verifiers.find import find_verifier
 
     items, dropped = load_prompts(name, tokenizer)
     sampling = Sampling(

@@ -8,6 +8,7 @@ exception means that the grader failed, which is not a wrong answer either.
 from __future__ import annotations
 
 import inspect
+import math
 import signal
 import threading
 import time
@@ -69,11 +70,18 @@ def check_columns(verifier: Verifier, prompts: Sequence[Prompt]) -> None:
 @dataclass(frozen=True)
 class Verdict:
     """reward None: not applicable, or the grader failed; `failure` then says how ("timeout",
-    "error"), else it is empty."""
+    "error"), else it is empty. detail: what there is to say, e.g. how a program ended.
+
+    Of a reward of several dimensions: scores, each one's own (None as above); failures, of those
+    whose grader failed; details, of each.
+    """
 
     reward: float | None
     failure: str = ""
     detail: str = ""
+    scores: Mapping[str, float | None] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    details: Mapping[str, str] = field(default_factory=dict)
 
 
 def verify_each(
@@ -95,8 +103,8 @@ def verify_each(
         columns = {name: [value] for name, value in row.items()}
         try:
             with _time_limit(timeout_s):
-                (reward,) = verifier([prompt], [text], **columns)
-            verdicts.append(Verdict(None if reward is None else float(reward)))
+                scores = verifier([prompt], [text], **columns)
+            verdicts.append(one_verdict(scores))
         except _TooSlow:
             verdicts.append(Verdict(None, "timeout", f"took longer than {timeout_s} s"))
         except ConfigError:
@@ -104,6 +112,29 @@ def verify_each(
         except Exception as error:  # noqa: BLE001 - a grader is anyone's code; failures are counted
             verdicts.append(Verdict(None, "error", f"{type(error).__name__}: {error}"))
     return verdicts
+
+
+def one_verdict(scores: Any) -> Verdict:
+    """Of what a verifier says about a single answer. Raises ValueError for anything but one finite
+    number or None."""
+    try:
+        (score,) = scores
+    except (TypeError, ValueError):
+        raise ValueError(f"a list of one score was due, not {_shown(scores)}") from None
+    if score is None:
+        return Verdict(None)
+    try:
+        value = float(score)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"a score is a number or None, not {_shown(score)}") from None
+    if isinstance(score, str) or not math.isfinite(value):
+        raise ValueError(f"a score is a finite number or None, not {_shown(score)}")
+    return Verdict(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 class _TooSlow(BaseException):

@@ -164,7 +164,7 @@ def sft(state: Quickstart) -> dict[str, Any]:
 def grpo(state: Quickstart) -> dict[str, Any]:
     """The exact answer as reward, on problems that SFT has not seen."""
     from stepwell.posttrain.grpo import grpo as train
-    from stepwell.posttrain.verifiers import exact
+    from stepwell.posttrain.verifiers.exact import exact
     from stepwell.train.weights import initial_weights, resolve
 
     run = resolve(
@@ -304,7 +304,7 @@ def answer(
 ) -> Matches:
     from stepwell.eval.tasks import generate_and_match
     from stepwell.generate import Sampling
-    from stepwell.posttrain.verifiers import exact
+    from stepwell.posttrain.verifiers.exact import exact
 
     sampling = Sampling(temperature=temperature, eos_ids=tok.stop_ids, max_new_tokens=96)
     return generate_and_match(engine, prompts, tok, sampling, exact, seed=SEED)

@@ -6,7 +6,7 @@ from stepwell.commands.starts.inputs import tokenizer_of
 from stepwell.commands.starts.prompts import prompts_of, report_drops
 from stepwell.config import Run
 from stepwell.posttrain.grpo import grpo
-from stepwell.posttrain.verifiers import find_verifier
+from stepwell.posttrain.verifiers.find import find_verifier
 from stepwell.sections.methods import GRPO
 from stepwell.train.weights import require_model
 
