@@ -86,7 +86,7 @@ def naive_gradient(run: Run, temperature: float) -> dict[str, torch.Tensor]:
     options = ForwardOptions(needs=frozenset({"logits"}), dtype=torch.float64)
     total, count, value = torch.zeros((), dtype=torch.float64), 0.0, 0.0
     for group in some_rollouts().groups:
-        advantages = group_advantages(group.rewards, method.advantage)
+        advantages = group_advantages([group.rewards], method.advantage)[0]
         for completion, advantage in zip(group.completions, advantages, strict=True):
             ids = torch.tensor([*completion.prompt_ids, *completion.token_ids])
             num_tokens, num_answer = len(ids) - 1, len(completion.token_ids)
@@ -148,7 +148,7 @@ def test_rollouts_are_packed_token_in_token_out():
                 advantages = batch.extra["advantages"][row][at].unique().tolist()
                 found.append((batch.targets_BT[row][at].tolist(), advantages))
     for group in rollouts.groups:
-        advantages = group_advantages(group.rewards, "std")
+        advantages = group_advantages([group.rewards], "std")[0]
         for completion, advantage in zip(group.completions, advantages, strict=True):
             wanted.append((list(completion.token_ids), [pytest.approx(advantage)]))
     assert len(found) == len(wanted)
@@ -222,7 +222,7 @@ def objective_at_ratio_one(samples: list[dict[str, Any]], group_size: int) -> fl
     total, count = 0.0, 0
     for first in range(0, len(samples), group_size):
         group = samples[first : first + group_size]
-        advantages = group_advantages([row["reward"] for row in group], "std")
+        advantages = group_advantages([[row["reward"] for row in group]], "std")[0]
         for row, advantage in zip(group, advantages, strict=True):
             total -= advantage * row["num_tokens"]
             count += row["num_tokens"]

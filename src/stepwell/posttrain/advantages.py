@@ -1,6 +1,8 @@
-"""Advantages of a group of answers to one prompt, and the weights that add their tokens up.
+"""Advantages: how much better an answer was than the others, from rewards alone.
 
-A reward of None means "not applicable": the answer is left out of its group. 0.0 is a reward.
+A group holds the answers to one prompt. A reward of None means "not applicable": the answer is left
+out of its group and gets 0. 0.0 is a reward. No small constant is added to a divisor: rewards that
+are equal (to rounding) give exactly 0 instead.
 """
 
 from __future__ import annotations
@@ -8,44 +10,121 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, DataError, nearest
+
+Rewards = Sequence[float | None]
+
+KINDS = (
+    "std",
+    "population-std",
+    "none",
+    "batch-std",
+    "leave-one-out",
+    "reinforce++",
+    "maxrl",
+)
+# Rewards that differ by less than this share of the largest one differ by rounding.
+ROUNDING = 1e-9
 
 
-def group_advantages(rewards: Sequence[float | None], kind: str) -> list[float]:
-    """One advantage an answer.
+def group_advantages(groups: Sequence[Rewards], kind: str) -> list[list[float]]:
+    """One advantage an answer, for all groups of a rollout (over all ranks); r: reward, n: answers.
 
-    std: (r - mean) / sample standard deviation (GRPO, 2402.03300). none: r - mean (Dr. GRPO,
-    2503.20783). A group of equal rewards gives exactly 0, as does an answer without a reward.
-    Raises ConfigError for a group of one and for an unknown kind.
+    std: (r - mean) / the group's sample standard deviation (GRPO, 2402.03300, section 4.1.2).
+    population-std: the same with the divisor n instead of n - 1.
+    none: r - mean (Dr. GRPO, 2503.20783, section 3.2).
+    batch-std: (r - the group's mean) / the sample standard deviation of all rewards (2508.08221).
+    leave-one-out: r - the mean of the group's other answers (RLOO, 2402.14740, equation 8).
+    reinforce++: (r - the mean of all rewards) / their sample standard deviation (2501.03262).
+    maxrl: (r - mean) / mean, which follows the log of the solve rate (MaxRL, 2602.02710).
+
+    Raises ConfigError for an unknown kind, and for a group of one where the kind compares within
+    groups; DataError for a reward that is no finite number, and for a negative one under maxrl.
     """
-    if kind not in ("std", "none"):
-        raise ConfigError(f"method.advantage={kind!r} is unknown; known are 'std' and 'none'")
-    if len(rewards) < 2:
-        raise ConfigError(
-            f"a group has {len(rewards)} answers; an advantage relative to the group needs at "
-            "least 2"
-        )
-    known = [r for r in rewards if r is not None]
-    if len(known) < 2 or min(known) == max(known):
-        return [0.0] * len(rewards)
-    mean = math.fsum(known) / len(known)
-    scale = 1.0
-    if kind == "std":
-        scale = math.sqrt(math.fsum((r - mean) ** 2 for r in known) / (len(known) - 1))
-    return [0.0 if r is None else (r - mean) / scale for r in rewards]
+    _check(groups, kind)
+    if kind in ("batch-std", "reinforce++"):
+        return _over_the_batch(groups, kind)
+    return [_within(group, kind) for group in groups]
 
 
-def token_weight(num_tokens: int, aggregate: str) -> float:
-    """The weight of each of an answer's tokens. token: 1, so that the mean runs over all tokens
-    (DAPO, 2503.14476); sequence: 1 / length, so that it runs over answers (GRPO)."""
-    if aggregate not in ("token", "sequence"):
-        raise ConfigError(
-            f"method.aggregate={aggregate!r} is unknown; known are 'token' and 'sequence'"
-        )
-    return 1.0 if aggregate == "token" else 1.0 / max(num_tokens, 1)
-
-
-def dead_share(groups: Sequence[Sequence[float | None]]) -> float:
+def dead_share(groups: Sequence[Rewards]) -> float:
     """The share of groups whose rewards are all equal: they teach nothing."""
-    dead = sum(len({r for r in group if r is not None}) < 2 for group in groups)
-    return dead / len(groups) if groups else 0.0
+    return sum(map(is_dead, groups)) / len(groups) if groups else 0.0
+
+
+def is_dead(group: Rewards) -> bool:
+    return _equal(_known(group))
+
+
+def _check(groups: Sequence[Rewards], kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(
+            f"method.advantage={kind!r} is unknown{nearest(kind, KINDS)}; known are "
+            f"{', '.join(KINDS)}"
+        )
+    for group in groups:
+        if len(group) < 2 and kind != "reinforce++":
+            raise ConfigError(
+                f"a group has {len(group)} answers; an advantage relative to the group needs at "
+                "least 2"
+            )
+        for reward in _known(group):
+            if not math.isfinite(reward):
+                raise DataError(f"a reward is {reward}; it must be a finite number, or None")
+            if kind == "maxrl" and reward < 0:
+                raise DataError(
+                    f"method.advantage='maxrl' divides by the mean reward, so a reward of "
+                    f"{reward:g} cannot be; the nearest legal value is 0"
+                )
+
+
+def _within(group: Rewards, kind: str) -> list[float]:
+    known = _known(group)
+    if _equal(known):
+        return [0.0] * len(group)
+    mean = _mean(known)
+    scale = {
+        "none": lambda: 1.0,
+        "std": lambda: _deviation(known, len(known) - 1),
+        "population-std": lambda: _deviation(known, len(known)),
+        "leave-one-out": lambda: 1 - 1 / len(known),
+        "maxrl": lambda: mean,
+    }[kind]()
+    return [0.0 if r is None else (r - mean) / scale for r in group]
+
+
+def _over_the_batch(groups: Sequence[Rewards], kind: str) -> list[list[float]]:
+    every = [r for group in groups for r in _known(group)]
+    if _equal(every):
+        return [[0.0] * len(group) for group in groups]
+    scale = _deviation(every, len(every) - 1)
+    found = []
+    for group in groups:
+        known = _known(group)
+        if kind == "batch-std" and _equal(known):
+            found.append([0.0] * len(group))
+            continue
+        mean = _mean(every if kind == "reinforce++" else known)
+        found.append([0.0 if r is None else (r - mean) / scale for r in group])
+    return found
+
+
+def _known(group: Rewards) -> list[float]:
+    return [r for r in group if r is not None]
+
+
+def _equal(rewards: Sequence[float]) -> bool:
+    """Also where there are fewer than two."""
+    if len(rewards) < 2:
+        return True
+    low, high = min(rewards), max(rewards)
+    return high - low <= ROUNDING * max(abs(low), abs(high))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _deviation(values: Sequence[float], divisor: int) -> float:
+    mean = _mean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / divisor)

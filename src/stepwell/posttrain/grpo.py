@@ -22,7 +22,8 @@ from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.posttrain.advantages import dead_share, group_advantages, token_weight
+from stepwell.posttrain.advantages import dead_share, group_advantages
+from stepwell.posttrain.aggregation import token_weight
 from stepwell.posttrain.rollout import ByVerifier, Rollouts, collect
 from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
@@ -79,11 +80,8 @@ def policy_loss(method: GRPO) -> Loss:
 def pack_rollouts(rollouts: Rollouts, method: GRPO, seq_len: int, pad_id: int) -> Batch:
     """Rows of prompt + answer, loss on the answer's tokens only; extra: advantages, old_logprobs
     (NaN) and sampler_logprobs (what the sampler saw)."""
-    per_answer = [
-        advantage
-        for group in rollouts.groups
-        for advantage in group_advantages(group.rewards, method.advantage)
-    ]
+    rewards = [group.rewards for group in rollouts.groups]
+    per_answer = [a for group in group_advantages(rewards, method.advantage) for a in group]
     docs, advantages, sampled = [], [], []
     for (ids, mask, streams), advantage in zip(rollouts.documents(), per_answer, strict=True):
         weight = token_weight(sum(mask), method.aggregate)
