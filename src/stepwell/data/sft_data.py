@@ -84,7 +84,7 @@ def write_sft_store(
             report.tokens += len(ids)
             report.trained_tokens += sum(mask)
         if not report.kept:
-            raise DataError(f"no row of {where} can be trained on: {_summary(report.drops)}")
+            raise DataError(f"no row of {where} can be trained on: {summary(report.drops)}")
     return TokenStore.open(folder), report
 
 
@@ -116,6 +116,15 @@ def render_row(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[list[int],
     )
 
 
+def summary(drops: Drops) -> str:
+    """Each reason with its count and an example."""
+    parts = [
+        f"{count} x {reason} (e.g. {drops.examples[reason][0]['detail']})"
+        for reason, count in drops.by_reason.items()
+    ]
+    return "; ".join(parts) or "it has none"
+
+
 def _rendered(
     tokenizer: Tokenizer, record: Record, where: str
 ) -> tuple[list[int], list[int]] | Dropped:
@@ -123,11 +132,3 @@ def _rendered(
         return render_row(tokenizer, record.values)
     except UnusableRow as error:
         return Dropped(record.id, where, error.reason, str(error))
-
-
-def _summary(drops: Drops) -> str:
-    parts = [
-        f"{count} x {reason} (e.g. {drops.examples[reason][0]['detail']})"
-        for reason, count in drops.by_reason.items()
-    ]
-    return "; ".join(parts) or "it has none"
