@@ -1,13 +1,14 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.config import Run
+from stepwell.sections.methods import Method
 from stepwell.schema import dotted_keys
 from stepwell.sections.methods import GRPO, SFT, Pretrain
 from stepwell.types import ConfigError
@@ -185,9 +186,16 @@ def test_an_unknown_key_names_the_nearest(values, unknown, meant):
     assert f"did you mean '{meant or 'optim.schedule.warmup_steps'}'?" in message
 
 
+def kind_with(key: str) -> str:
+    """A method that has this key, if it is a method's."""
+    name = key.split(".")[1] if key.startswith("method.") else "kind"
+    methods = get_args(get_args(Method)[0])
+    return next(m.model_fields["kind"].default for m in methods if name in m.model_fields)
+
+
 def test_every_key_with_a_typing_slip_is_found_again():
     for key, _ in dotted_keys(Run):
-        kind = {"epochs": "sft", "max_rows": "sft"}.get(key.rpartition(".")[2], "grpo")
+        kind = kind_with(key)
         slip = key[:-1]
         message = refusal({"method": {"kind": kind}}, **{slip.replace(".", "__"): 1})
         assert f"unknown key {slip!r} (did you mean '" in message
@@ -220,7 +228,7 @@ def test_no_number_and_no_flag_takes_another_type():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, grpo"),
+        ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, dpo, reward, grpo"),
         ({"method": {"kind": "grop"}}, "did you mean 'grpo'?"),
         ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft, grpo"),
         (

@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from stepwell.schema import Flag, NonNegative, Positive, Section, assign, explain, read_toml
 from stepwell.sections.data import DataConfig, first_step
 from stepwell.sections.layout import LayoutConfig, OffloadConfig, PrecisionConfig, RematConfig
-from stepwell.sections.methods import Method, Pretrain, SampledMethod
+from stepwell.sections.methods import PPO, Method, Pretrain, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
 from stepwell.sections.optim import CheckpointConfig, GuardConfig, LossConfig, OptimConfig
 from stepwell.types import ConfigError
@@ -64,6 +64,21 @@ class Run(Section):
     log: LogConfig = LogConfig()
     method: Method = Pretrain()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _head_of_method(cls, values: Any) -> Any:
+        """A method that needs a score has it without being told."""
+        if not isinstance(values, Mapping):
+            return values
+        model, method = values.get("model", {}), values.get("method", {})
+        if isinstance(model, Mapping) and isinstance(method, Mapping) and "head" not in model:
+            head = "score" if method.get("kind") == "reward" else None
+            if method.get("kind") == "ppo" and method.get("critic") == "shared":
+                head = "both"
+            if head:
+                return {**values, "model": {**model, "head": head}}
+        return values
+
     @model_validator(mode="after")
     def _rules(self) -> Run:
         schedule, steps = self.optim.schedule, self.train.steps
@@ -83,6 +98,7 @@ class Run(Section):
                 f"data.seq_len={self.data.seq_len} exceeds model.max_seq_len="
                 f"{self.model.max_seq_len}; the nearest legal value is {self.model.max_seq_len}"
             )
+        self._check_head()
         self._check_stages()
         self._check_heldout()
         self._check_rewind()
@@ -107,6 +123,18 @@ class Run(Section):
                 f"raise data.seq_len above {self.method.max_new_tokens}"
             )
         return self
+
+    def _check_head(self) -> None:
+        method, head = self.method, self.model.head
+        wanted = "score" if method.kind == "reward" else "lm"
+        if isinstance(method, PPO) and method.critic == "shared":
+            wanted = "both"
+        if head != wanted:
+            raise ValueError(
+                f"model.head={head!r} does not fit {method.kind}"
+                f"{' with a shared critic' if wanted == 'both' else ''}, which trains a model with "
+                f"model.head={wanted!r} (leave it out)"
+            )
 
     def _check_stages(self) -> None:
         """Stages and orders belong to pretraining, and every stage must have steps."""

@@ -171,15 +171,17 @@ def _default(model: type[BaseModel], location: tuple[Any, ...]) -> str:
 
 
 def _nearest_key(model: type[BaseModel], parts: list[str]) -> str:
-    """A sibling that is spelled alike, else the same name elsewhere, else a similar full key."""
+    """The same name elsewhere, if only one key has it; else a sibling that is spelled alike, else
+    a similar full key."""
     *parents, name = parts
     _, sections = _walk(model, tuple(parents))
-    siblings = {f for s in sections if _is_section(s) for f in s.model_fields}
+    siblings = {f for s in sections if _is_section(s) for f in s.model_fields} - {name}
     prefix = "".join(f"{p}." for p in parents)
-    if close := nearest(name, sorted(siblings)):
-        return close.replace("'", f"'{prefix}", 1)
     everywhere = [key for key, _ in dotted_keys(model)]
     same = [key for key in everywhere if key.rpartition(".")[2] == name]
+    close = nearest(name, sorted(siblings))
+    if len(same) != 1 and close:
+        return close.replace("'", f"'{prefix}", 1)
     return nearest(same[0], same) if same else nearest(prefix + name, everywhere)
 
 

@@ -219,7 +219,7 @@ def started(run: Run, start: Path | None) -> tuple[Engine, dict[str, Any]]:
     """The engine at the starting point, and the positions of its streams by their names."""
     mesh = join(run)
     if start is None:
-        return Engine(run, initial_weights(run.model), mesh), {}
+        return Engine(run, initial_weights(run.model, run.train.seed), mesh), {}
     engine = Engine(run, None, mesh)
     extra = engine.load(start)
     states = {key: value for key, value in extra.items() if key not in OWN}

@@ -24,6 +24,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "blocks.*.mlp.w_down.weight": ("embed", "ffn"),
     "norm.weight": ("embed",),
     "head.weight": ("vocab", "embed"),
+    "score.weight": ("labels", "embed"),
 }
 
 # What tensor ranks divide; a parameter has at most one of them.

@@ -75,8 +75,14 @@ class DecodeWeights:
     ) -> DecodeWeights:
         """From a decoder's full state dict (names of `transformer.AXES`), copied to `dtype`.
 
-        Raises CheckpointError for missing, surplus or misshapen parameters.
+        Raises CheckpointError for missing, surplus or misshapen parameters, ConfigError for a model
+        that gives scores only.
         """
+        if not cfg.has_lm_head:
+            raise ConfigError(
+                f"model.head={cfg.head!r} gives scores, no next tokens, so there is nothing to "
+                "sample; take a language model (model.head='lm')"
+            )
         _check(cfg, state)
         order = _pair_order(cfg)
         with torch.inference_mode():

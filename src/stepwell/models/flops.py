@@ -44,14 +44,17 @@ def parameter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[block + "mlp.w_up.weight"] = (F, D)
         shapes[block + "mlp.w_down.weight"] = (D, F)
     shapes["norm.weight"] = (D,)
-    if not cfg.tied:
+    if cfg.has_lm_head and not cfg.tied:
         shapes["head.weight"] = (cfg.vocab_size, D)
+    if cfg.has_score:
+        shapes["score.weight"] = (cfg.num_labels, D)
     return shapes
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters by group. head is 0 when tied: the embedding's parameters are counted once."""
+    """Parameters by group. head is 0 when tied: the embedding's parameters are counted once. tied:
+    the embedding is also multiplied with, as the head."""
 
     embedding: int
     attention: int
@@ -68,14 +71,14 @@ class ParameterCounts:
     def matmul(self) -> int:
         """N of 6N: what a token is multiplied by. The head's product is done, tied or not; the
         input embedding is a look-up."""
-        return self.attention + self.mlp + (self.embedding if self.tied else self.head)
+        return self.attention + self.mlp + self.head + (self.embedding if self.tied else 0)
 
 
 def count_parameters(cfg: ModelConfig) -> ParameterCounts:
     sums = {"embedding": 0, "attention": 0, "mlp": 0, "norms_and_biases": 0, "head": 0}
     for name, shape in parameter_shapes(cfg).items():
         sums[_group(name, shape)] += prod(shape)
-    return ParameterCounts(**sums, tied=cfg.tied)
+    return ParameterCounts(**sums, tied=cfg.shares_embedding)
 
 
 def _group(name: str, shape: tuple[int, ...]) -> str:
@@ -83,7 +86,7 @@ def _group(name: str, shape: tuple[int, ...]) -> str:
         return "norms_and_biases"
     if name == "embed.weight":
         return "embedding"
-    if name == "head.weight":
+    if name in ("head.weight", "score.weight"):
         return "head"
     return "attention" if ".attn." in name else "mlp"
 
@@ -142,7 +145,7 @@ def flops_per_token(
     return TokenFlops(
         blocks=2 * (counts.attention + counts.mlp),
         attention=cfg.num_layers * 4 * cfg.num_heads * cfg.head_dim * keys,
-        head=2 * cfg.vocab_size * cfg.d_model,
+        head=2 * (counts.head + (counts.embedding if counts.tied else 0)),
         convention=f"{CONVENTIONS[attention]}; {TERMS}",
     )
 

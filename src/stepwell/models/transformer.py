@@ -1,6 +1,6 @@
 """The decoder: Llama, Qwen2, Qwen3 (dense) and Mistral as settings of one module.
 
-B rows, T tokens a row, N = B*T, D d_model, V vocabulary.
+B rows, T tokens a row, N = B*T, D d_model, V vocabulary, C labels of a score.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from stepwell.models.layers import (
     local,
     rope_angles,
     rope_frequencies,
+    upcast,
 )
 from stepwell.models.logits import token_stats
 from stepwell.models.recompute import checkpointed
@@ -57,6 +58,7 @@ class TokenOutputs(NamedTuple):
     mean_logit_BT: Tensor | None = None
     hidden_BTD: Tensor | None = None
     logits_BTV: Tensor | None = None
+    scores_BTC: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,17 @@ class Decoder(nn.Module):
         super().__init__()
         self.cfg, self.piece = cfg, piece or Piece(0, cfg.num_layers)
         piece = self.piece
-        self.embed = self.norm = self.head = None
-        if piece.first or (piece.last and cfg.tied):
+        self.embed = self.norm = self.head = self.score = None
+        if piece.first or (piece.last and cfg.shares_embedding):
             self.embed = nn.Embedding(cfg.vocab_size, cfg.d_model)
         self.blocks = nn.ModuleDict({str(i): Block(cfg) for i in range(piece.start, piece.stop)})
         self.segments = tuple(Segment(i, i + 1, "all") for i in range(piece.start, piece.stop))
         if piece.last:
             self.norm = RMSNorm(cfg.d_model, cfg.norm_eps)
-            if not cfg.tied:
+            if cfg.has_lm_head and not cfg.tied:
                 self.head = Linear(cfg.d_model, cfg.vocab_size, bias=False)
+            if cfg.has_score:
+                self.score = Linear(cfg.d_model, cfg.num_labels, bias=False)
 
     @property
     def head_weight(self) -> Tensor:
@@ -147,7 +151,8 @@ class Decoder(nn.Module):
         active_M: int64 indices into the N tokens whose output distribution is wanted; the
         others are never computed and read as zero (None: all N).
 
-        Raises ValueError if a need is unknown or targets are missing for log-probabilities.
+        Raises ValueError if a need is unknown, is of a head that the model has not, or if targets
+        are missing for log-probabilities.
         """
         unknown = options.needs - {f.rsplit("_", 1)[0] for f in TokenOutputs._fields}
         if unknown:
@@ -190,6 +195,13 @@ class Decoder(nn.Module):
     ) -> TokenOutputs:
         """shape: (B, T)."""
         outputs: dict[str, Tensor | None] = {}
+        lacking = options.needs & ({"scores"} if not self.cfg.has_score else set())
+        if not self.cfg.has_lm_head:
+            lacking = options.needs & {"logprobs", "lse", "entropy", "mean_logit", "logits"}
+        if lacking:
+            raise ValueError(f"a model with model.head={self.cfg.head!r} has no {sorted(lacking)}")
+        if "scores" in options.needs:
+            outputs["scores_BTC"] = self._scores(x_ND, shape, active_M, options)
         if options.needs & {"logprobs", "lse", "entropy", "mean_logit"}:
             if targets_BT is None:
                 raise ValueError("log-probabilities need targets_BT")
@@ -223,3 +235,22 @@ class Decoder(nn.Module):
             wide = torch.promote_types(x_ND.dtype, torch.float32)
             outputs["logits_BTV"] = logits_NV.to(wide).unflatten(0, shape)
         return TokenOutputs(**outputs)
+
+    def _scores(
+        self,
+        x_ND: Tensor,
+        shape: torch.Size,
+        active_M: Tensor | None,
+        options: ForwardOptions,
+    ) -> Tensor:
+        """(B, T, C) in at least float32; zero for tokens that are not active."""
+        assert self.score is not None
+        hidden_MD = gather_same(x_ND, options.tp)
+        if active_M is not None:
+            hidden_MD = hidden_MD[active_M]
+        wide = upcast(hidden_MD)
+        scores_MC = F.linear(wide, local(self.score.weight).to(wide.dtype))
+        if active_M is not None:
+            zeros_NC = scores_MC.new_zeros(shape.numel(), scores_MC.shape[1])
+            scores_MC = zeros_NC.index_put((active_M,), scores_MC)
+        return scores_MC.unflatten(0, shape).clone()

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from stepwell.data.batch import Batch
-from stepwell.models.collectives import gathered
+from stepwell.models.collectives import gather_same, gathered
 from stepwell.models.context_attention import dealt, in_order
 from stepwell.models.layers import ContextRanks
 from stepwell.models.shares import Shares, deal
+from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import Mesh
 from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
@@ -38,12 +39,26 @@ def local_tokens(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def gather_tokens(x_Bn: Tensor, batch: Batch, mesh: Mesh) -> Tensor:
-    """(B, T/R) of each rank -> (B, T) in order on all of them; batch: the full rows."""
+    """(B, T/R, ...) of each rank -> (B, T, ...) in order on all of them; batch: the full rows."""
     if mesh.cp_group is None:
         return x_Bn
-    ranks = gathered(x_Bn.flatten().to(mesh.device), mesh.cp_group)
+    ranks = gathered(x_Bn.flatten(0, 1).to(mesh.device), mesh.cp_group)
     tokens = in_order(ranks.unflatten(0, (mesh.sizes.cp, -1)), chunks(batch, mesh.sizes.cp))
     return tokens.unflatten(0, (x_Bn.shape[0], -1)).to(x_Bn.device)
+
+
+def gather_outputs(outputs: TokenOutputs, batch: Batch, mesh: Mesh) -> TokenOutputs:
+    """Each rank's outputs for its tokens -> those of the whole rows on all ranks, which must then
+    use them in the same way; batch: the full rows."""
+    if mesh.cp_group is None:
+        return outputs
+
+    def whole(x_Bn: Tensor) -> Tensor:
+        ranks = gather_same(x_Bn.flatten(0, 1), mesh.cp_group)
+        tokens = in_order(ranks.unflatten(0, (mesh.sizes.cp, -1)), chunks(batch, mesh.sizes.cp))
+        return tokens.unflatten(0, (x_Bn.shape[0], -1))
+
+    return TokenOutputs(*(None if x is None else whole(x) for x in outputs))
 
 
 def context_ranks(batch: Batch, mesh: Mesh, layout: LayoutConfig) -> ContextRanks | None:

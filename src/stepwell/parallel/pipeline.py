@@ -114,7 +114,7 @@ class Pipeline:
         self.dtype, self.d_model = DTYPES[run.precision.compute], run.model.d_model
         self.stages = stages_of_rank(mesh.place.pp, run.layout)
         self.last_rank = rank_of_stage(num_stages(run.layout) - 1, run.layout)
-        self.tied = run.model.tied
+        self.tied = run.model.shares_embedding
         self.checked = False
         self._built: dict[bool, tuple[tuple[int, int], list[Any], list[_Stage]]] = {}
 

@@ -295,7 +295,7 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     segment = next(x for x in s.segments if x.start <= number < x.stop)
     earlier = tuple(x for x in s.segments if x.stop <= segment.start)
     cast_before = sum(x.keep == "all" for x in earlier)
-    head = 0 if _accumulates(s) and not run.model.tied else s.p * s.head
+    head = 0 if _accumulates(s) and not run.model.shares_embedding else s.p * s.head
     if run.layout.compile:  # the block's gradients appear together
         casts = s.p * s.block.whole
     else:
@@ -324,7 +324,7 @@ def _embedding(s: Sizes) -> MemoryItems:
     """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
     in the first micro-batch, it becomes the parameter's gradient as it is."""
     parameters, optimizer = _resting(s)
-    tied = s.run.model.tied and s.head > 0
+    tied = s.run.model.shares_embedding and s.head > 0
     dense = s.p * s.embedding
     stays = not tied and not _accumulates(s)
     return MemoryItems(

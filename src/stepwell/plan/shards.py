@@ -63,9 +63,9 @@ def held_by_root(run: Run, sizes: AxisSizes, parts: Iterable[Part]) -> Held:
     for _, first, last in parts:
         names = ["embed.weight"] if first else []
         if last:
-            names += ["norm.weight"] if run.model.tied else ["head.weight", "norm.weight"]
+            names += [n for n in ("head.weight", "norm.weight", "score.weight") if n in shapes]
         total = total.plus(held(run, sizes, {name: shapes[name] for name in names}))
-        if last and not first and run.model.tied:
+        if last and not first and run.model.shares_embedding:
             copy = held(run, sizes, {"embed.weight": shapes["embed.weight"]})
             total = total.plus(copy._replace(optimizer_bytes=0))
     return total

@@ -30,6 +30,7 @@ from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, se
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
 from stepwell.plan.shards import Held, held_by_block, held_by_root, parts_of_rank
+from stepwell.sections.model import ModelConfig
 
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 
@@ -88,7 +89,9 @@ class Sizes:
             waiting = (in_flight(run, axes, pp_rank, m) - 1) * mean
             # Every stage has a buffer for each micro-batch that it gets, and each gradient.
             waiting += m * x * sum((not part.first) + (not part.last) for part in parts)
-        forward, backward, logits = _loss(run, N, vocab, a, w, p) if last else (0, 0, 0)
+        forward, backward, logits = (
+            _loss(run, N, vocab, a, w, p) if last and cfg.has_lm_head else (0, 0, 0)
+        )
         return Sizes(
             run=run,
             axes=axes,
@@ -103,7 +106,7 @@ class Sizes:
             block=held_by_block(run, axes),
             root=held_by_root(run, axes, parts),
             embedding=vocab * cfg.d_model if any(part.first for part in parts) else 0,
-            head=vocab * cfg.d_model if last else 0,
+            head=_head_elements(cfg, tp) if last else 0,
             segments=segments,
             saved=saved,
             saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
@@ -197,3 +200,9 @@ def _block_workspace(run: Run, N: int, a: int, w: int, tp: int) -> int:
     projected = a * (query + 2 * keyvalue) + gathered + projections
     norm = 0 if run.layout.compile else (4 if a < w else 3) * w * N * cfg.d_model // tp
     return residual + max(swiglu, attention, projected, norm)
+
+
+def _head_elements(cfg: ModelConfig, tp: int) -> int:
+    """Weights that the last stage multiplies its output with, on one tensor rank."""
+    words = cfg.vocab_size // tp * cfg.d_model if cfg.has_lm_head else 0
+    return words + (cfg.num_labels * cfg.d_model if cfg.has_score else 0)

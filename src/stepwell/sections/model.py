@@ -60,6 +60,19 @@ class ModelConfig(Section):
     head: Literal["lm", "score", "both"] = "lm"
     num_labels: Positive = 1
 
+    @property
+    def has_lm_head(self) -> bool:
+        return self.head != "score"
+
+    @property
+    def has_score(self) -> bool:
+        return self.head != "lm"
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the embedding is the head's weight, too."""
+        return self.tied and self.has_lm_head
+
     @model_validator(mode="after")
     def _rules(self) -> ModelConfig:
         if self.num_heads % self.num_kv_heads:

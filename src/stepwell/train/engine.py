@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
 from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
 from stepwell.parallel.apply import parallelize
-from stepwell.parallel.context import context_ranks, gather_tokens, local_tokens
+from stepwell.parallel.context import (
+    context_ranks,
+    gather_outputs,
+    gather_tokens,
+    local_tokens,
+)
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import init_parameters
@@ -47,7 +52,7 @@ from stepwell.train.global_batch import (
 from stepwell.train.guard import TAKEN, Guard, Verdict
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
-from stepwell.train.optim import build_optimizer, clip, grad_norm, set_lr
+from stepwell.train.optim import Optimizer, build_optimizer, clip, grad_norm, set_lr
 from stepwell.train.release import GradientRelease
 from stepwell.train.schedule import lr_fraction
 from stepwell.train.shadow import compare
@@ -80,6 +85,8 @@ class Engine:
 
     weights: (global name, full tensor) pairs to start from; None draws them from the seed.
     mesh: an already joined mesh; None joins the one that the environment announces.
+    frozen: nothing is trained (a reference, a reward model): weights are held in compute precision,
+    and there is no optimiser.
     Raises ConfigError for an impossible layout and CheckpointError for weights that don't fit.
     """
 
@@ -88,8 +95,10 @@ class Engine:
         run: Run,
         weights: Iterable[tuple[str, Tensor]] | None = None,
         mesh: Mesh | None = None,
+        frozen: bool = False,
     ):
-        self.run = run
+        run = frozen_run(run) if frozen else run
+        self.run, self.frozen = run, frozen
         self.mesh = mesh or init_distributed(
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
@@ -106,8 +115,10 @@ class Engine:
             places = pieces_of(run.model, run.layout, self.mesh.place.pp)
             self.pieces = [self._build(place) for place in places]
             self.pipeline = Pipeline(self.pieces, self.mesh, run)
-        build = HostOptimizer if run.offload.optimizer else build_optimizer
-        self.optimizer = build(self.named_parameters(), run.optim)
+        self._optimizer: Optimizer | HostOptimizer | None = None
+        if not frozen:
+            build = HostOptimizer if run.offload.optimizer else build_optimizer
+            self._optimizer = build(self.named_parameters(), run.optim)
         if weights is None:
             for piece in self.pieces:
                 init_parameters(piece, run.train.seed, lambda n, _: init_rule(run.model, n))
@@ -134,7 +145,9 @@ class Engine:
 
     def _build(self, piece: Piece | None) -> Decoder:
         with torch.device("meta"):
-            decoder = Decoder(self.run.model, piece).to(DTYPES[self.run.precision.param])
+            precision = self.run.precision
+            dtype = DTYPES[precision.compute if self.frozen else precision.param]
+            decoder = Decoder(self.run.model, piece).to(dtype).requires_grad_(not self.frozen)
         parallelize(decoder, self.mesh, self.run)
         return decoder
 
@@ -146,6 +159,12 @@ class Engine:
         return (pair for piece in self.pieces for pair in piece.named_parameters())
 
     @property
+    def optimizer(self) -> Optimizer | HostOptimizer:
+        if self._optimizer is None:
+            raise TrainingError("a frozen engine scores and samples; it has no optimiser")
+        return self._optimizer
+
+    @property
     def decoder(self) -> Decoder:
         """The model, where this rank has it in one piece (no pipeline)."""
         (decoder,) = self.pieces
@@ -153,13 +172,22 @@ class Engine:
 
     # --- training ----------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> Stats:
+    def forward_backward(
+        self,
+        batch: Batch,
+        loss: Loss,
+        temperature: float = 1.0,
+        denominators: Mapping[str, float] | None = None,
+    ) -> Stats:
         """Adds the gradient of sum_k sums[k] / denominator[k] over the global batch.
 
         batch: this rank's rows; a rank may have fewer rows than another, or none.
         temperature: of the distribution whose log-probabilities and entropy the loss sees.
+        denominators: instead of those that are counted on this batch over all ranks, where it is
+        part of a larger one.
         """
-        denominators = global_counts(loss.denominators(batch), self.mesh)
+        if denominators is None:
+            denominators = self.count(batch, loss)
         micro_batches = split_rows(batch, self.run, self.mesh, self.pipeline)
         if self.release is not None:
             self._begin_release(len(micro_batches))
@@ -170,12 +198,19 @@ class Engine:
             if not piece.piece.last:
                 return outputs
             mine = local_tokens(micro_batches[i], self.mesh)
+            if loss.whole_rows:
+                mine = micro_batches[i]
+                outputs = gather_outputs(outputs, mine, self.mesh)
             sums, seen = loss.fn(outputs, mine.to(self.mesh.device))
             total = sum(
                 (total / (denominators[name] or 1.0) for name, total in sums.items()),
                 start=torch.zeros((), device=self.mesh.device),
             )
-            tally.add(total, seen)
+            if not loss.whole_rows or self.mesh.place.cp == 0:  # else all have computed the same
+                tally.add(total, seen)
+            else:
+                nothing = {name: (0 * part, 0 * count) for name, (part, count) in seen.items()}
+                tally.add(0 * total, nothing)
             return total * self.loss_factor
 
         num_micro = len(micro_batches)
@@ -189,6 +224,10 @@ class Engine:
         stats = global_stats(tally, batch, micro_batches, self.run, self.mesh, self.pipeline)
         self._last_loss = stats.loss
         return stats
+
+    def count(self, batch: Batch, loss: Loss) -> dict[str, float]:
+        """The loss's denominators on this batch over all ranks."""
+        return global_counts(loss.denominators(batch), self.mesh)
 
     def optim_step(self) -> StepInfo:
         """Clips, judges, steps and clears the gradients. A step that the guard refuses leaves
@@ -255,31 +294,44 @@ class Engine:
 
     # --- scoring and sampling ----------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """log p(target) (B, T) in float32 on the CPU; zero where the batch has no weight."""
-        needs = frozenset({"logprobs"})
+        return self._score(batch, "logprobs", temperature)
+
+    def scores(self, batch: Batch) -> Tensor:
+        """What the model's score says (B, T, C) in float32 on the CPU; zero where the batch has no
+        weight."""
+        return self._score(batch, "scores")
+
+    @torch.no_grad()
+    def _score(self, batch: Batch, need: str, temperature: float = 1.0) -> Tensor:
+        needs, cfg = frozenset({need}), self.run.model
         micro_batches = split_rows(batch, self.run, self.mesh, self.pipeline)
-        shape = (sum(micro.num_rows for micro in micro_batches), batch.tokens_BT.shape[1])
+        shape: tuple[int, ...] = (
+            sum(micro.num_rows for micro in micro_batches),
+            batch.tokens_BT.shape[1],
+            *((cfg.num_labels,) if need == "scores" else ()),
+        )
         parts: dict[int, Tensor] = {}
 
         def score(piece: Decoder, inputs: Tensor | None, i: int) -> Any:
             outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs)
             if piece.piece.last:
-                parts[i] = gather_tokens(outputs.logprobs_BT.float(), micro_batches[i], self.mesh)
+                found = outputs.logprobs_BT if need == "logprobs" else outputs.scores_BTC
+                parts[i] = gather_tokens(found.float(), micro_batches[i], self.mesh)
             return outputs
 
         if self.pipeline is not None:
             num_tokens = self._num_tokens(micro_batches[0])
             self.pipeline.forward(len(micro_batches), num_tokens, score)
             known = self.pipeline.has_last
-            logprobs_BT = torch.cat([parts[i] for i in sorted(parts)]) if known else None
-            logprobs_BT = self.pipeline.from_last(logprobs_BT, shape, torch.float32)
+            scored = torch.cat([parts[i] for i in sorted(parts)]) if known else None
+            scored = self.pipeline.from_last(scored, shape, torch.float32)
         else:
             for i in range(len(micro_batches)):
                 score(self.decoder, None, i)
-            logprobs_BT = torch.cat([parts[i] for i in sorted(parts)])
-        return logprobs_BT[: batch.num_rows].cpu()
+            scored = torch.cat([parts[i] for i in sorted(parts)])
+        return scored[: batch.num_rows].cpu()
 
     def generate(
         self,
@@ -438,8 +490,8 @@ class Engine:
         self._decode_weights = None
         if self.pipeline is not None:
             self.pipeline.share_tied_weights()
-        if isinstance(self.optimizer, HostOptimizer):
-            self.optimizer.reload_masters()
+        if isinstance(self._optimizer, HostOptimizer):
+            self._optimizer.reload_masters()
 
     def _hyperparameters(self) -> dict[str, dict[str, float]]:
         """The optimiser's settings for every parameter of the model."""
@@ -503,6 +555,16 @@ class Engine:
     def _num_tokens(self, micro: Batch) -> int:
         """N: the tokens of a micro-batch that this rank has between two blocks."""
         return micro.tokens_BT.numel() // (self.mesh.sizes.cp * self.mesh.sizes.tp)
+
+
+def frozen_run(run: Run) -> Run:
+    """The run without what only training needs."""
+    plain = type(run)()
+    precision = run.precision.model_copy(
+        update={"fp8": plain.precision.fp8, "loss_scale": plain.precision.loss_scale}
+    )
+    update = {key: getattr(plain, key) for key in ("remat", "offload", "optim", "guard")}
+    return run.model_copy(update={**update, "precision": precision})
 
 
 def _dimensions(run: Run) -> dict[str, Any]:

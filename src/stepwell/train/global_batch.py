@@ -81,6 +81,8 @@ def global_counts(counts: Mapping[str, float], mesh: Mesh) -> dict[str, float]:
 def keeps_logits(run: Run, mesh: Mesh, num_loss_tokens: int) -> bool:
     """Whether a micro-batch with this many loss tokens holds its logits until the backward."""
     wanted, itemsize = run.loss.keep_logits, DTYPES[run.precision.compute].itemsize
+    if not run.model.has_lm_head:
+        return True
     num_bytes = num_loss_tokens * run.model.vocab_size // mesh.sizes.tp * itemsize
     return num_bytes <= KEEP_LOGITS_BYTES if wanted == "auto" else wanted == "always"
 

@@ -28,11 +28,14 @@ class LossSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """needs: what `fn` reads of TokenOutputs. denominators: counted from this rank's batch."""
+    """needs: what `fn` reads of TokenOutputs. denominators: counted from this rank's batch.
+    whole_rows: `fn` relates the tokens of a document, so it is given whole rows also where context
+    ranks divide them."""
 
     needs: frozenset[str]
     denominators: Callable[[Batch], dict[str, float]]
     fn: Callable[[TokenOutputs, Batch], LossSums]
+    whole_rows: bool = False
 
 
 def select(values: Tensor, weights: Tensor) -> Tensor:
@@ -42,6 +45,38 @@ def select(values: Tensor, weights: Tensor) -> Tensor:
 
 def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
     return select(values, weights).sum()
+
+
+def document_index(batch: Batch) -> tuple[Tensor, int]:
+    """(B, T): the document of each token, counted over the rows in order, padding as the number of
+    documents; and that number."""
+    docs_BT = batch.docs_BT.long()
+    counts_B = docs_BT.amax(1) + 1 if docs_BT.shape[1] else docs_BT.new_zeros(docs_BT.shape[0])
+    first_B = counts_B.cumsum(0) - counts_B
+    num_docs = int(counts_B.sum())
+    return torch.where(docs_BT >= 0, docs_BT + first_B[:, None], num_docs), num_docs
+
+
+def document_sums(values_BT: Tensor, batch: Batch, weights_BT: Tensor | None = None) -> Tensor:
+    """(documents,): the sum of each document's values, in the order of `document_index`; weighted
+    as in `select` if there are weights. A row's last token belongs to its document as a target."""
+    if weights_BT is not None:
+        values_BT = select(values_BT, weights_BT)
+    index_BT, num_docs = document_index(batch)
+    sums = values_BT.new_zeros(num_docs + 1)
+    return sums.index_add(0, index_BT.flatten(), values_BT.flatten())[:num_docs]
+
+
+def per_document(stream_BT: Tensor, batch: Batch) -> Tensor:
+    """(documents,): what a stream says that is the same for all tokens of a document."""
+    index_BT, num_docs = document_index(batch)
+    found = stream_BT.new_zeros(num_docs + 1)
+    return found.scatter(0, index_BT.flatten(), stream_BT.flatten())[:num_docs]
+
+
+def document_counts(batch: Batch) -> Tensor:
+    """(documents,) float32: how many tokens of each document have a weight."""
+    return document_sums((batch.weights_BT != 0).float(), batch)
 
 
 def token_count(batch: Batch) -> dict[str, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +51,8 @@ from stepwell.train.weights import TOKENIZER, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
 Result = TypeVar("Result")
+# A run, and the weights that it starts from (None: those of its model.init, or drawn).
+Trained = tuple[Run, Iterable[tuple[str, Tensor]] | None]
 
 # What a checkpoint's `extra` holds besides the loop's own.
 METRICS, METHOD, MACHINE = "metrics", "method", "machine"
@@ -66,6 +68,8 @@ class Session:
     """An engine in a run's folder.
 
     extra: what the loop saved with the last checkpoint (its data position), None at the start.
+    others: further engines that are trained along (a critic), by name. They are saved in
+    `<dir>/<name>` before the run's own engine, and go on where it does.
     tokenizer: the fingerprint that checkpoints carry.
     console: whether the log is shown.
     """
@@ -78,7 +82,9 @@ class Session:
         extra: dict[str, Any] | None,
         tokenizer: str | None = None,
         console: bool = True,
+        others: Mapping[str, Engine] | None = None,
     ):
+        self.others = dict(others or {})
         self.run, self.engine, self.log, self.tokenizer = run, engine, log, tokenizer
         self.dir = Path(run.dir)
         self.extra = extra
@@ -122,13 +128,15 @@ class Session:
         loss: Loss,
         temperature: float = 1.0,
         more: dict[str, float] | None = None,
+        denominators: Mapping[str, float] | None = None,
     ) -> StepInfo:
         """One step of the engine, logged. After one with action "rewind" call `rewind`.
+        denominators: as in `Engine.forward_backward`.
 
         Raises GuardStop, with the event written, when the guard gives up.
         """
         engine = self.engine
-        stats = engine.forward_backward(batch, loss, temperature)
+        stats = engine.forward_backward(batch, loss, temperature, denominators)
         differences = self.check_precision(batch, loss, temperature)
         try:
             info = engine.optim_step()
@@ -205,11 +213,14 @@ class Session:
         newest = bad_step - config.suspect_steps * steps_per_batch
         target = on_main(lambda: checkpoint.newest_until(self.dir, newest), engine.mesh)
         extra = engine.load(target)
+        for name, other in self.others.items():
+            other.load(beside(target, name))
         if self._bad["non_finite_state"] and (names := non_finite_state(engine)):
             raise self._hopeless(names, target, bad_step)
         guard.rewound(before, bad_step, *self._drawn[:2])
         if engine.mesh.is_main:
-            checkpoint.remove_after(self.dir, engine.step)
+            for folder in (self.dir, *(self.dir / name for name in self.others)):
+                checkpoint.remove_after(folder, engine.step)
         self.log.close()
         earlier = [e for e in read_events(self.dir) if e["event"] == "rewind"]
         self.log = _open_log(self.run, engine, self._console, fresh=False)
@@ -361,6 +372,8 @@ class Session:
             extra[TOKENIZER] = self.tokenizer
         if evaluated == step:
             extra[METRICS] = metrics
+        for name, other in self.others.items():
+            other.save(checkpoint.step_folder(self.dir / name, step), {}).wait()
         self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
         self._last_saved = step
 
@@ -375,6 +388,8 @@ class Session:
             keep = self.run.checkpoint
             wanted = kept_for_replay(read_events(self.dir), checkpoint.steps_of(self.dir))
             checkpoint.prune(self.dir, keep.keep_last, keep.keep_best, keep_also=wanted)
+            for name in self.others:
+                checkpoint.prune(self.dir / name, 1, keep_also=checkpoint.steps_of(self.dir))
 
 
 @contextmanager
@@ -385,6 +400,7 @@ def open_session(
     mesh: Mesh | None = None,
     tokenizer: str | None = None,
     held: bool = False,
+    others: Mapping[str, Trained] | None = None,
 ) -> Iterator[Session]:
     """Starts the run, or goes on from its last checkpoint. The first of `SIGNALS` lets the
     step end and saves; a second SIGINT or SIGTERM, a second or more later, stops at once.
@@ -393,6 +409,8 @@ def open_session(
     from the seed; a run that goes on does not read them.
     tokenizer: the fingerprint of the one that made the data.
     held: the caller holds the folder already (`hold_folder`).
+    others: the runs of engines that are trained along, and their first weights; those of a run that
+    goes on are its own.
 
     Raises ConfigError if the folder holds a different run or another process runs there; a start
     that fails leaves no run behind.
@@ -409,7 +427,13 @@ def open_session(
         if FORGOTTEN in told:
             engine.guard.skips_in_a_row = 0
         log = _open_log(run, engine, console, fresh=start is None)
-        session = Session(run, engine, log, extra, tokenizer, console)
+        along = {
+            name: _along(name, trained, mesh, start) for name, trained in (others or {}).items()
+        }
+        if mesh.is_main:
+            for name in along:
+                checkpoint.remove_after(Path(run.dir) / name, engine.step)
+        session = Session(run, engine, log, extra, tokenizer, console, along)
         if run.guard.action == "rewind" and latest is None:
             session.save(extra or {})  # there is always something to go back to
             session.wait()
@@ -442,6 +466,22 @@ def open_session(
                 checkpoint.remove_after(session.dir, first - 1)
 
 
+def beside(start: Path, name: str) -> Path:
+    """The checkpoint of the engine `name` that was saved with `start`."""
+    return start.parents[1] / name / start.parent.name / start.name
+
+
+def _along(name: str, trained: Trained, mesh: Mesh, start: Path | None) -> Engine:
+    run, weights = trained
+    if start is not None:
+        engine = Engine(run, None, mesh)
+        engine.load(beside(start, name))
+        return engine
+    if weights is None:
+        weights = initial_weights(run.model, run.train.seed)
+    return Engine(run, weights, mesh)
+
+
 def _started(
     run: Run,
     weights: Iterable[tuple[str, Tensor]] | None,
@@ -455,7 +495,7 @@ def _started(
     if start is None and branch is not None:
         start = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
     if start is None and weights is None:
-        weights = initial_weights(run.model)
+        weights = initial_weights(run.model, run.train.seed)
     engine = Engine(run, None if start else weights, mesh)
     if start is None:
         return engine, None, None

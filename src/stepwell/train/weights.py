@@ -13,6 +13,7 @@ from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.gguf import find_smollm2, load_gguf, read_gguf_config
 from stepwell.models.hf import load_hf, read_hf_config
+from stepwell.parallel.init import normal_
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -20,7 +21,7 @@ from stepwell.types import CheckpointError, ConfigError, DataError
 
 SMOLLM2 = "smollm2"
 # Fields that a user may set beside `init`; the others come with the weights.
-FREE_FIELDS = {"init", "init_std", "max_seq_len"}
+FREE_FIELDS = {"init", "init_std", "max_seq_len", "head", "num_labels"}
 # In a checkpoint's `extra`: the fingerprint of the tokenizer that its run read.
 TOKENIZER = "tokenizer"
 
@@ -71,24 +72,59 @@ def resolve(run: Run) -> Run:
                 f"model.{name}={mine!r} contradicts the weights at {init}, where it is "
                 f"{theirs!r}; leave it out"
             )
+    if run.model.head == found.head and run.model.num_labels != found.num_labels:
+        if "num_labels" in run.model.model_fields_set:
+            raise ConfigError(
+                f"model.num_labels={run.model.num_labels} contradicts the weights at {init}, whose "
+                f"score has {found.num_labels}; leave it out"
+            )
+        run = run.model_copy(
+            update={"model": run.model.model_copy(update={"num_labels": found.num_labels})}
+        )
     kept = {name: getattr(run.model, name) for name in run.model.model_fields_set & FREE_FIELDS}
     model = found.model_copy(update=kept)
     return Run.model_validate({**run.model_dump(), "model": model.model_dump()})
 
 
-def initial_weights(model: ModelConfig) -> Iterator[tuple[str, Tensor]] | None:
+def initial_weights(model: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]] | None:
     """(global name, full tensor) one at a time from `model.init`; None to draw from the seed.
-    They raise CheckpointError at a parameter that is not finite."""
+
+    A head that model.head leaves out is not read; a score that is not there is drawn from the seed.
+    Raises CheckpointError if there is no head for next tokens where one is wanted; the weights do
+    at a parameter that is not finite.
+    """
     if model.init is None:
         return None
-    kind = kind_of(model.init)
+    kind, stored = kind_of(model.init), model
+    if kind != "gguf":
+        stored = read_model(model.init)
+        stored = model.model_copy(update={k: getattr(stored, k) for k in ("head", "num_labels")})
+    if model.has_lm_head and not stored.has_lm_head:
+        raise CheckpointError(
+            f"model.init={model.init!r} gives scores only (model.head={stored.head!r}); to go on "
+            "from it as a language model, name the model that it was made from"
+        )
     if kind == "gguf":
         weights = load_gguf(gguf_path(model.init))[1]
     elif kind == "hf":
-        weights = load_hf(model.init, parameter_shapes(model))
+        weights = load_hf(model.init, parameter_shapes(stored))
     else:
-        weights = checkpoint.load_weights(model.init, parameter_shapes(model))
-    return finite_weights(weights, f"model.init={model.init!r}")
+        weights = checkpoint.load_weights(model.init, parameter_shapes(stored))
+    return finite_weights(_with_head(weights, model, seed), f"model.init={model.init!r}")
+
+
+def _with_head(
+    weights: Iterable[tuple[str, Tensor]], model: ModelConfig, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    wanted = parameter_shapes(model)
+    seen = set()
+    for name, tensor in weights:
+        if name in wanted or name not in ("head.weight", "score.weight"):
+            seen.add(name)
+            yield name, tensor
+    if model.has_score and "score.weight" not in seen:
+        score_CD = torch.empty(wanted["score.weight"])
+        yield "score.weight", normal_(score_CD, seed, "score.weight", model.init_std)
 
 
 def finite_weights(
