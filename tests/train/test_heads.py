@@ -217,21 +217,21 @@ def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path
 
 
 def test_an_engine_trained_along_is_saved_and_goes_on_with_the_run(tmp_path):
-    def runs(steps):
+    def runs():
         common = {
             "dir": str(tmp_path / "run"),
-            "train.steps": steps,
+            "train.steps": 4,
             "checkpoint.every_steps": 1,
             **{f"precision.{key}": "fp32" for key in ("compute", "param", "reduce")},
         }
         return base_run(**common), base_run(**{**common, "method.kind": "reward", "train.seed": 4})
 
-    def train(steps):
-        run, critic = runs(steps)
+    def train(until):
+        run, critic = runs()
         with open_session(run, console=False, others={"critic": (critic, None)}) as session:
             other = session.others["critic"]
             start = session.engine.step, other.step
-            while not session.finished:
+            while session.engine.step < until:
                 other.forward_backward(global_batch(), score_loss())
                 other.optim_step()
                 session.step(global_batch(), cross_entropy(run.loss))
