@@ -1,11 +1,13 @@
 """Sampling: the same text whatever the batch, log-probabilities as scored, truncation, stopping."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from stepwell import generate as generate_module
-from stepwell.generate import Request, Sampling, generate, sample, uniforms
+from stepwell.generate import Request, Sampling, generate, sample, stream, uniforms
 from stepwell.models.decode import DecodeWeights, decode_step, prefill
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.sections.model import ModelConfig
@@ -275,6 +277,42 @@ def test_a_text_ends_at_the_context(decoder):
     assert c.finish_reason == "length"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unfinished_answers_go_on_bit_equal(decoder, dtype):
+    """Broken off at every report, also a second time while still feeding what was known."""
+    weights, requests = pack(decoder, dtype), some_requests(decoder.cfg, 11)
+    sampling = Sampling(temperature=0.8, eos_ids=(3,))
+    wanted = generate(weights, requests, sampling, num_slots=8)
+    reports = list(stream(weights, requests, sampling, num_slots=8, every_tokens=4))
+    assert len(reports) > 5
+    done = {c.request_id: c for report in reports for c in report.done}
+    assert [done[r.id] for r in requests] == wanted
+    finished = {}
+    for report in reports[:-1]:
+        finished |= {c.request_id: c for c in report.done}
+        begun = {c.request_id: c for c in report.running}
+        rest = [
+            replace(r, sampled=begun[r.id].token_ids, sampled_logprobs=begun[r.id].logprobs)
+            if r.id in begun
+            else r
+            for r in requests
+            if r.id not in finished
+        ]
+        known = finished | {c.request_id: c for c in generate(weights, rest, sampling, num_slots=5)}
+        assert [known[r.id] for r in requests] == wanted
+
+
+def test_what_was_sampled_stays_as_it_was(decoder):
+    """Tokens and log-probabilities of an earlier call are handed on, whatever would be sampled."""
+    weights = pack(decoder, torch.float32)
+    known = Request(0, (5, 6), sampled=(9, 8, 7), sampled_logprobs=(-1.0, -2.0, -3.0))
+    (got,) = generate(weights, [known], Sampling(max_new_tokens=6, eos_ids=(8,)))
+    assert got.token_ids[:3] == (9, 8, 7)
+    assert got.logprobs[:3] == (-1.0, -2.0, -3.0)
+    (longer,) = generate(weights, [Request(0, (5, 6, 9, 8, 7))], Sampling(max_new_tokens=3))
+    assert got.token_ids[3:] == longer.token_ids
+
+
 def test_what_cannot_be_is_refused(decoder):
     weights = pack(decoder, torch.float32)
 
@@ -302,3 +340,17 @@ def test_what_cannot_be_is_refused(decoder):
             Sampling(**bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="stop"):
         Sampling(stop="abc")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "logprobs", "message"),
+    [
+        ((1, 2), (-1.0,), "2 sampled tokens have 1 log-probabilities"),
+        ((1, 2), (-1.0, -1.0), "at most 1"),
+        ((99_999,), (-1.0,), "id 99999"),
+    ],
+)
+def test_an_unfinished_answer_that_cannot_be(decoder, sampled, logprobs, message):
+    request = Request(0, (1,), sampled=sampled, sampled_logprobs=logprobs)
+    with pytest.raises(ConfigError, match=message):
+        generate(pack(decoder, torch.float32), [request], Sampling(max_new_tokens=2))

@@ -4,6 +4,9 @@ B slots, R rows in use, V vocabulary, C candidates. Finished rows leave their sl
 next waiting prompt enters it before the next step; a prompt that several requests share is
 prefilled once. Nothing is kept between calls, so new weights never meet old keys and values.
 
+An answer that an earlier call left unfinished goes on from its tokens: they are fed one by one, as
+they were when they were sampled, so the rest is bit-equal to that of one call.
+
 A request's tokens depend on its prompt, its seed and the weights alone: every row is computed in a
 fixed place of its slot, and each token takes one uniform number, a hash of (seed, position).
 """
@@ -11,7 +14,7 @@ fixed place of its slot, and each token takes one uniform number, a hash of (see
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,13 +41,16 @@ BLOCK = 64  # the distribution is searched by blocks of this many ids
 @dataclass(frozen=True)
 class Request:
     """id: what `Completion.request_id` will say; distinct within a call.
-    max_new_tokens: overrides the sampling's.
+    max_new_tokens: overrides the sampling's. sampled, sampled_logprobs: the answer's tokens so far,
+    from the same weights, where an earlier call left it unfinished.
     """
 
     id: int
     prompt_ids: tuple[int, ...]
     seed: int = 0
     max_new_tokens: int | None = None
+    sampled: tuple[int, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,15 @@ class Sampling:
             raise ConfigError(f"stop={self.stop!r} must be a tuple of non-empty strings")
 
 
+@dataclass(frozen=True)
+class Progress:
+    """done: answers that have ended since the last report. running: those in a slot, as they are
+    (finish_reason is empty). Other requests have not begun."""
+
+    done: tuple[Completion, ...]
+    running: tuple[Completion, ...]
+
+
 @dataclass
 class _Row:
     """A request in its slot."""
@@ -84,6 +99,11 @@ class _Row:
     limit: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether the next token is known from an earlier call."""
+        return len(self.tokens) < len(self.request.sampled)
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,6 @@ class _Slots:
     last_B: Tensor  # the token sampled last
 
 
-@torch.inference_mode()
 def generate(
     weights: DecodeWeights,
     requests: Sequence[Request],
@@ -120,6 +139,31 @@ def generate(
     A text ends at max_seq_len at the latest. Raises ConfigError for an empty prompt, one that
     leaves no room in max_seq_len, ids outside the vocabulary and repeated request ids.
     """
+    reports = stream(
+        weights,
+        requests,
+        sampling,
+        tokenizer=tokenizer,
+        num_slots=num_slots,
+        policy_version=policy_version,
+    )
+    done = {c.request_id: c for report in reports for c in report.done}
+    return [done[r.id] for r in requests]
+
+
+@torch.inference_mode()
+def stream(
+    weights: DecodeWeights,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    *,
+    tokenizer: Tokenizer | None = None,
+    num_slots: int = 64,
+    policy_version: int = 0,
+    every_tokens: int = 0,
+) -> Iterator[Progress]:
+    """`generate` with a report whenever rows have got every_tokens more, and at the end (0: then
+    only). Whoever stops asking has all that is known in the reports so far."""
     _check(weights, requests, sampling, tokenizer, num_slots)
     waiting = deque(requests)
     sharers = Counter(r.prompt_ids for r in requests)
@@ -127,24 +171,48 @@ def generate(
     limits = [_limit(weights.cfg, r, sampling) for r in requests]
     slots = _allocate(weights, requests, limits, num_slots)
     rows: list[_Row | None] = [None] * slots.cache.num_slots
-    done: dict[int, Completion] = {}
+    done: list[Completion] = []
     num_ids = tokenizer.vocab_size if tokenizer else None
+    num_steps = 0
     while waiting or any(rows):
         chosen = _enter(weights, slots, rows, waiting, sampling, prefixes, sharers)
         if not chosen:
+            if every_tokens and num_steps and num_steps % every_tokens == 0:
+                running = [_complete(row, "", "", policy_version) for row in rows if row]
+                yield Progress(tuple(done), tuple(running))
+                done = []
+            num_steps += 1
             chosen = _step(weights, slots, rows)
         tokens, logprobs = _sample_slots(slots, sampling, _num_used(slots, rows), chosen, num_ids)
+        _feed(slots, rows, chosen, tokens, logprobs)
         for slot in chosen:
             row = rows[slot]
             assert row is not None
             row.tokens.append(tokens[slot])
             row.logprobs.append(logprobs[slot])
-            ended = _ended(row, sampling, tokenizer)
+            ended = None if row.is_fed else _ended(row, sampling, tokenizer)
             if ended is not None:
-                done[row.request.id] = _complete(row, *ended, policy_version)
+                done.append(_complete(row, *ended, policy_version))
                 rows[slot] = None
                 slots.starts_B[slot] = slots.counts_B[slot] = 0
-    return [done[r.id] for r in requests]
+    yield Progress(tuple(done), ())
+
+
+def _feed(
+    slots: _Slots,
+    rows: Sequence[_Row | None],
+    chosen: Sequence[int],
+    tokens: list[int],
+    logprobs: list[float],
+) -> None:
+    """Puts the tokens of earlier calls in the place of what was sampled now."""
+    for slot in chosen:
+        row = rows[slot]
+        if row is not None and row.is_fed:
+            place = len(row.tokens)
+            tokens[slot] = row.request.sampled[place]
+            logprobs[slot] = row.request.sampled_logprobs[place]
+            slots.last_B[slot] = tokens[slot]
 
 
 def uniforms(seed: int, start: int, count: int) -> np.ndarray:
@@ -394,7 +462,28 @@ def _check(
             raise ConfigError(
                 f"request {request.id}: max_new_tokens={request.max_new_tokens} must be at least 1"
             )
+        _check_sampled(weights.cfg, request, _limit(weights.cfg, request, sampling))
         try:
             check_prompt(weights.cfg, request.prompt_ids)
         except ConfigError as error:
             raise ConfigError(f"request {request.id}: {error}") from error
+
+
+def _check_sampled(cfg: ModelConfig, request: Request, limit: int) -> None:
+    sampled = request.sampled
+    if len(sampled) != len(request.sampled_logprobs):
+        raise ConfigError(
+            f"request {request.id}: {len(sampled)} sampled tokens have "
+            f"{len(request.sampled_logprobs)} log-probabilities; each needs one"
+        )
+    if sampled and len(sampled) >= limit:
+        raise ConfigError(
+            f"request {request.id}: {len(sampled)} sampled tokens leave nothing of its {limit}; an "
+            f"unfinished answer has at most {limit - 1}"
+        )
+    bad = [i for i in sampled if not 0 <= i < cfg.vocab_size]
+    if bad:
+        raise ConfigError(
+            f"request {request.id}: the sampled tokens hold id {bad[0]}, but the vocabulary has "
+            f"ids 0 to {cfg.vocab_size - 1}"
+        )
