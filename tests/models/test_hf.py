@@ -223,7 +223,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for(architecture):
         ({"model_type": "gemma3"}, "gemma3"),
         ({"model_type": "llama4"}, "did you mean 'llama'"),
         ({"model_type": None}, "None"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForSequenceClassification"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),

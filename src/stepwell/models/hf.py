@@ -12,9 +12,10 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,6 +80,8 @@ def index_hf(folder: str | Path, wanted: Mapping[str, Sequence[int]]) -> dict[st
     head, embedding = stored.get("head.weight"), stored.get("embed.weight")
     if head and embedding and "head.weight" not in wanted and "embed.weight" in wanted:
         _check_tied(stored.pop("head.weight"), embedding)
+    if "score.bias" in stored and "score.bias" not in wanted:
+        _check_no_bias(stored.pop("score.bias"))
     missing = [f"{name} ({hf_name(name)})" for name in wanted if name not in stored]
     surplus += [stored[name].stored_name for name in stored if name not in wanted]
     wrong = [
@@ -209,6 +212,14 @@ def _check_tied(head: StoredTensor, embedding: StoredTensor, rows: int = 8192) -
         )
 
 
+def _check_no_bias(bias: StoredTensor) -> None:
+    if bias.read().any():
+        raise CheckpointError(
+            f"{bias.stored_name} in {bias.file} is not zero, and a score has no bias here; set it "
+            "to zero, which moves all scores of a label by the same, or take a model without it"
+        )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -240,12 +251,18 @@ def save_hf(
     pad_id: int | None = None,
     max_shard_bytes: int = 5 * 2**30,
     overwrite: bool = False,
+    scored: Literal["sequence", "token"] | None = None,
+    notes: Mapping[str, Any] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     state: (our name, full tensor) in any order, written as they come: one is in memory at a time.
-    tokenizer: a folder with a tokenizer.json (or that file), copied. The folder appears whole or
-    not at all; an earlier export there is replaced only with `overwrite`.
+    tokenizer: a folder with a tokenizer.json (or that file), copied; special_tokens: names that
+    its files give instead, e.g. {"pad_token": "<|pad|>"}. The folder appears whole or not at all;
+    an earlier export there is replaced only with `overwrite`.
+    scored: a model with a score alone is loaded by AutoModelForSequenceClassification, or that for
+    tokens. notes: further values for config.json.
 
     Raises CheckpointError for tensors that are missing, surplus, of a wrong shape or not finite,
     and for a tokenizer whose ids exceed the vocabulary.
@@ -254,7 +271,7 @@ def save_hf(
         legal = ", ".join(str(d) for d in DTYPE_NAMES)
         raise ConfigError(f"dtype {dtype} cannot be exported; one of {legal}")
     with whole_folder(folder, overwrite) as temporary:
-        values = config_to_hf(cfg, dtype)
+        values = config_to_hf(cfg, dtype, scored) | dict(notes or {})
         ids = {
             "bos_token_id": bos_id,
             "eos_token_id": _one_or_list(eos_ids),
@@ -265,7 +282,12 @@ def save_hf(
         _write_json(temporary / "generation_config.json", given)
         if tokenizer is not None:
             _copy_tokenizer(Path(tokenizer), temporary, cfg.vocab_size)
-        _write_weights(temporary, parameter_shapes(cfg), state, dtype, max_shard_bytes)
+            _rename_specials(temporary, special_tokens or {})
+        shapes = parameter_shapes(cfg)
+        if scored == "token":  # its class has a bias
+            shapes["score.bias"] = (cfg.num_labels,)
+            state = chain(state, [("score.bias", torch.zeros(cfg.num_labels))])
+        _write_weights(temporary, shapes, state, dtype, max_shard_bytes)
 
 
 def _one_or_list(ids: Sequence[int]) -> int | list[int] | None:
@@ -296,6 +318,13 @@ def _copy_tokenizer(source: Path, target: Path, vocab_size: int) -> None:
         _write_json(
             target / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
         )
+
+
+def _rename_specials(folder: Path, tokens: Mapping[str, str]) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = folder / name
+        if tokens and path.is_file():
+            _write_json(path, _read_json(path) | tokens)
 
 
 def _write_weights(

@@ -19,6 +19,8 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
+# Their relatives with a score instead of a next token, by what they score.
+SCORED = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification"}
 # What the architecture's own configuration class assumes for a key that the file leaves out.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -56,6 +58,8 @@ TOP_NAMES = {
     "embed.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
+    "score.weight": "score.weight",
+    "score.bias": "score.bias",  # of token classifiers
 }
 BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -83,12 +87,7 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {family!r} is not supported{nearest(str(family), ARCHITECTURES)};"
             f" supported: {', '.join(ARCHITECTURES)}"
         )
-    named = values.get("architectures") or [ARCHITECTURES[family]]
-    if ARCHITECTURES[family] not in named:
-        raise ConfigError(
-            f"{where}: architectures={named} is not a language model with a head; "
-            f"the nearest that loads is {ARCHITECTURES[family]}"
-        )
+    head, num_labels = _head_from_hf(family, values, where)
     for key, (legal, why) in REFUSED.items():
         if values.get(key) not in legal:
             raise ConfigError(f"{where}: {key}={values[key]!r} is not supported: {why}")
@@ -117,11 +116,35 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> Mod
         "sliding_window": _window_from_hf(family, full, where),
         "max_seq_len": full["max_position_embeddings"],
         "init_std": full.get("initializer_range") or 0.02,
+        "head": head,
+        "num_labels": num_labels,
     }
     try:
         return ModelConfig.model_validate(dims)
     except ValidationError as error:
         raise ConfigError(explain(error, ModelConfig, where)) from error
+
+
+def architecture(family: str, scored: str | None = None) -> str:
+    """Transformers' class: for next tokens, or with a score of a "sequence" or a "token"."""
+    if scored is None:
+        return ARCHITECTURES[family]
+    return ARCHITECTURES[family].removesuffix("ForCausalLM") + SCORED[scored]
+
+
+def _head_from_hf(family: str, values: Mapping[str, Any], where: str) -> tuple[str, int]:
+    """ "lm" or "score", and the number of labels (2 is what Transformers assumes)."""
+    named = values.get("architectures") or [ARCHITECTURES[family]]
+    if ARCHITECTURES[family] in named:
+        return "lm", 1
+    if not any(architecture(family, scored) in named for scored in SCORED):
+        legal = [ARCHITECTURES[family], *(architecture(family, scored) for scored in SCORED)]
+        raise ConfigError(
+            f"{where}: architectures={named} is no model that loads{nearest(named[0], legal)}; "
+            f"these do: {', '.join(legal)}"
+        )
+    labels = values.get("id2label")
+    return "score", len(labels) if labels else values.get("num_labels") or 2
 
 
 def _head_dim(hidden_size: int, num_heads: int, where: str) -> int:
@@ -183,9 +206,12 @@ def _window_from_hf(family: str, values: Mapping[str, Any], where: str) -> int |
     return window
 
 
-def config_to_hf(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+def config_to_hf(
+    cfg: ModelConfig, dtype: torch.dtype = torch.float32, scored: str | None = None
+) -> dict[str, Any]:
     """ModelConfig -> config.json's values, in keys that Transformers 4 and 5 both read.
 
+    scored: of a model with a score, what that is of: a "sequence" or a "token".
     Raises ConfigError for dimensions that Transformers refuses in this family.
     """
     if cfg.family == "llama" and cfg.d_model % cfg.num_heads:
@@ -195,7 +221,7 @@ def config_to_hf(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[s
             f"to be exported as a Llama; the nearest is {nearest_width}"
         )
     values: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[cfg.family]],
+        "architectures": [architecture(cfg.family, scored)],
         "model_type": cfg.family,
         "vocab_size": cfg.vocab_size,
         "hidden_size": cfg.d_model,
@@ -215,6 +241,12 @@ def config_to_hf(cfg: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[s
         "use_cache": True,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+    if scored is not None:
+        names = {str(i): f"LABEL_{i}" for i in range(cfg.num_labels)}
+        values["id2label"] = names
+        values["label2id"] = {name: int(i) for i, name in names.items()}
+    if scored == "token":
+        values["classifier_dropout"] = 0.0
     if cfg.family in ("llama", "qwen3"):
         values["attention_bias"] = False
     if cfg.family == "llama":
