@@ -198,6 +198,48 @@ def stream(
     yield Progress(tuple(done), ())
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights of one moment to sample from, also in another thread while training goes on.
+
+    version: the number of optimiser steps that they have seen; every completion carries it.
+    """
+
+    weights: DecodeWeights
+    version: int
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        tokenizer: Tokenizer | None = None,
+        num_slots: int = 64,
+    ) -> list[Completion]:
+        """As the function `generate`."""
+        reports = self.stream(requests, sampling, tokenizer, num_slots=num_slots)
+        done = {c.request_id: c for report in reports for c in report.done}
+        return [done[r.id] for r in requests]
+
+    def stream(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        tokenizer: Tokenizer | None = None,
+        every_tokens: int = 0,
+        num_slots: int = 64,
+    ) -> Iterator[Progress]:
+        """As the function `stream`."""
+        return stream(
+            self.weights,
+            requests,
+            sampling,
+            tokenizer=tokenizer,
+            num_slots=num_slots,
+            policy_version=self.version,
+            every_tokens=every_tokens,
+        )
+
+
 def _feed(
     slots: _Slots,
     rows: Sequence[_Row | None],

@@ -141,7 +141,7 @@ class Engine:
         self.step = 0
         self.updates = 0
         self._last_loss: float | None = None
-        self._decode_weights: tuple[int, DecodeWeights] | None = None
+        self._snapshot: sampler.Snapshot | None = None
 
     def _build(self, piece: Piece | None) -> Decoder:
         with torch.device("meta"):
@@ -303,6 +303,10 @@ class Engine:
         weight."""
         return self._score(batch, "scores")
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """The hidden states (B, T, D) that the head reads, in float32 on the CPU."""
+        return self._score(batch, "hidden")
+
     @torch.no_grad()
     def _score(self, batch: Batch, need: str, temperature: float = 1.0) -> Tensor:
         needs, cfg = frozenset({need}), self.run.model
@@ -310,14 +314,14 @@ class Engine:
         shape: tuple[int, ...] = (
             sum(micro.num_rows for micro in micro_batches),
             batch.tokens_BT.shape[1],
-            *((cfg.num_labels,) if need == "scores" else ()),
+            *{"scores": (cfg.num_labels,), "hidden": (cfg.d_model,)}.get(need, ()),
         )
         parts: dict[int, Tensor] = {}
 
         def score(piece: Decoder, inputs: Tensor | None, i: int) -> Any:
             outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs)
             if piece.piece.last:
-                found = outputs.logprobs_BT if need == "logprobs" else outputs.scores_BTC
+                found = next(value for value in outputs if value is not None)
                 parts[i] = gather_tokens(found.float(), micro_batches[i], self.mesh)
             return outputs
 
@@ -344,19 +348,17 @@ class Engine:
 
         tokenizer: fills in the texts, and finds stop strings. num_slots: rows at once.
         """
-        if self._decode_weights is None or self._decode_weights[0] != self.updates:
+        return self.snapshot().generate(requests, sampling, tokenizer, num_slots)
+
+    def snapshot(self) -> sampler.Snapshot:
+        """The weights as they are now, to sample from: a copy that training leaves alone. Every
+        rank must call it together."""
+        if self._snapshot is None or self._snapshot.version != self.updates:
             packed = DecodeWeights.pack(
                 self.run.model, dict(self.iter_state()), DTYPES[self.run.precision.compute]
             )
-            self._decode_weights = (self.updates, packed)
-        return sampler.generate(
-            self._decode_weights[1],
-            requests,
-            sampling,
-            tokenizer=tokenizer,
-            num_slots=num_slots,
-            policy_version=self.updates,
-        )
+            self._snapshot = sampler.Snapshot(packed, self.updates)
+        return self._snapshot
 
     # --- state -------------------------------------------------------------------------------
 
@@ -487,7 +489,7 @@ class Engine:
 
     def _weights_changed(self) -> None:
         """After the parameters were written to otherwise than by a step."""
-        self._decode_weights = None
+        self._snapshot = None
         if self.pipeline is not None:
             self.pipeline.share_tied_weights()
         if isinstance(self._optimizer, HostOptimizer):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,6 +64,13 @@ AGAIN = {
 }
 
 
+class Due(NamedTuple):
+    """save: a checkpoint. stop: the signal that asks for it, 0 for none."""
+
+    save: bool
+    stop: int
+
+
 class Session:
     """An engine in a run's folder.
 
@@ -71,7 +78,7 @@ class Session:
     others: further engines that are trained along (a critic), by name. They are saved in
     `<dir>/<name>` before the run's own engine, and go on where it does.
     tokenizer: the fingerprint that checkpoints carry.
-    console: whether the log is shown.
+    console: whether the log is shown. stats: of the last step.
     """
 
     def __init__(
@@ -90,6 +97,7 @@ class Session:
         self.extra = extra
         self.requests = Requests()
         self._console = console
+        self.stats: Stats | None = None
         self._drawn: tuple[str, int, tuple[Any, ...]] = ("", 0, ())
         self._bad: dict[str, Any] = {}
         self._saving: checkpoint.SaveHandle | None = None
@@ -136,7 +144,7 @@ class Session:
         Raises GuardStop, with the event written, when the guard gives up.
         """
         engine = self.engine
-        stats = engine.forward_backward(batch, loss, temperature, denominators)
+        self.stats = stats = engine.forward_backward(batch, loss, temperature, denominators)
         differences = self.check_precision(batch, loss, temperature)
         try:
             info = engine.optim_step()
@@ -344,8 +352,8 @@ class Session:
         """Leaves the time since the last step out of the next one (evaluation, first batch)."""
         self._mark = time.perf_counter()
 
-    def after_step(self, extra: dict[str, Any]) -> None:
-        """Saves when a checkpoint is due. Raises Interrupted after a signal, with all saved."""
+    def due(self) -> Due:
+        """What has to be done after this step. Every rank must call it together."""
         step = self.engine.step
         flag = torch.tensor(self.requests.first or 0)
         stop = int(all_reduce_max(flag, self.engine.mesh))
@@ -353,11 +361,16 @@ class Session:
         # An update may take several steps, so that none of them is a multiple.
         passed = step // keep.every_steps > self._last_saved // keep.every_steps
         due = passed or self.finished or stop or (keep.keep_best and evaluated)
-        if due and step != self._last_saved:
+        return Due(bool(due) and step != self._last_saved, stop)
+
+    def after_step(self, extra: dict[str, Any], due: Due | None = None) -> None:
+        """Saves when a checkpoint is due. Raises Interrupted after a signal, with all saved."""
+        step, due = self.engine.step, due or self.due()
+        if due.save:
             self.save(extra)
-        if stop and not self.finished:
+        if due.stop and not self.finished:
             self.wait()
-            self.log.event("interrupted", step, signal=signal.Signals(stop).name)
+            self.log.event("interrupted", step, signal=signal.Signals(due.stop).name)
             raise Interrupted(
                 f"stopped at step {step} of {self.run.train.steps} and saved; "
                 "the same command goes on from there"
