@@ -18,7 +18,7 @@ from pydantic import ValidationError, model_validator
 from stepwell.schema import Flag, NonNegative, Positive, Section, assign, explain, read_toml
 from stepwell.sections.data import DataConfig, first_step
 from stepwell.sections.layout import LayoutConfig, OffloadConfig, PrecisionConfig, RematConfig
-from stepwell.sections.methods import PPO, Method, Pretrain, SampledMethod
+from stepwell.sections.methods import PPO, Method, Pretrain, RewardModel, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
 from stepwell.sections.optim import CheckpointConfig, GuardConfig, LossConfig, OptimConfig
 from stepwell.types import ConfigError
@@ -135,6 +135,13 @@ class Run(Section):
                 f"{' with a shared critic' if wanted == 'both' else ''}, which trains a model with "
                 f"model.head={wanted!r} (leave it out)"
             )
+        if isinstance(method, RewardModel):
+            legal = {"bradley-terry": 1, "regression": 1, "process": 2}.get(method.objective)
+            if legal is not None and self.model.num_labels > legal:
+                raise ValueError(
+                    f"model.num_labels={self.model.num_labels} does not fit method.objective="
+                    f"{method.objective!r}; the nearest legal value is {legal}"
+                )
 
     def _check_stages(self) -> None:
         """Stages and orders belong to pretraining, and every stage must have steps."""

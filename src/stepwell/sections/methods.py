@@ -50,18 +50,35 @@ class SFT(MethodSection):
     neftune_alpha: AtLeast0 = 0.0
 
 
+PairLoss = Literal["dpo", "robust", "ipo", "hinge", "kto", "simpo", "cpo", "orpo", "dpop"]
+# Kinds that compare with no reference.
+REFERENCE_FREE = ("simpo", "cpo", "orpo")
+# A key of PreferenceLoss -> the kinds that it changes anything in.
+APPLIES_TO: dict[str, tuple[str, ...]] = {
+    "label_smoothing": ("dpo", "robust"),
+    "length_normalised": ("dpo", "robust", "ipo", "hinge", "cpo", "dpop"),
+    "divergence": ("dpo", "robust", "hinge"),
+    "margin": ("simpo",),
+    "positive_coef": ("dpop",),
+    "sft_coef": ("dpo", "robust", "ipo", "hinge", "simpo", "cpo", "orpo", "dpop"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+
+
 class PreferenceLoss(Section):
     """What pairs of answers (or labelled answers: kto) are trained with.
 
     dpo: 2305.18290; with label_smoothing conservative DPO; robust divides by 1 - 2 e (2403.00409).
     ipo: 2310.12036; hinge: SLiC-HF, 2305.10425; kto: 2402.01306; simpo: 2405.14734, with margin;
-    cpo: 2401.08417; orpo: 2403.07691; dpop: DPO-positive, 2402.13228, with positive_coef.
-    length_normalised: log-probabilities are means over the answer's tokens. divergence: of the
-    policy from the reference (f-DPO, 2309.16240); alpha: of the alpha divergence. sft_coef: adds
-    that much of the chosen answer's mean negative log-likelihood (RPO, 2404.19733).
+    cpo: 2401.08417; orpo: 2403.07691, beta its lambda; dpop: DPO-positive, 2402.13228, with
+    positive_coef. length_normalised: log-probabilities are means over the answer's tokens.
+    divergence: of the policy from the reference (f-DPO, 2309.16240); alpha: of the alpha
+    divergence. sft_coef: adds that much of the chosen answer's mean negative log-likelihood (RPO,
+    2404.19733); none is 1 in cpo and orpo, which contain it, and 0 in the others.
     """
 
-    kind: Literal["dpo", "robust", "ipo", "hinge", "kto", "simpo", "cpo", "orpo", "dpop"] = "dpo"
+    kind: PairLoss = "dpo"
     beta: Above0 = 0.1
     label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
     length_normalised: Flag = False
@@ -69,9 +86,43 @@ class PreferenceLoss(Section):
     alpha: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.5
     margin: AtLeast0 = 0.5
     positive_coef: AtLeast0 = 50.0
-    sft_coef: AtLeast0 = 0.0
+    sft_coef: AtLeast0 | None = None
     desirable_weight: Above0 = 1.0
     undesirable_weight: Above0 = 1.0
+
+    @property
+    def sft_weight(self) -> float:
+        if self.sft_coef is None:
+            return float(self.kind in ("cpo", "orpo"))
+        return self.sft_coef
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kind not in REFERENCE_FREE
+
+    @model_validator(mode="after")
+    def _rules(self) -> PreferenceLoss:
+        for key, kinds in APPLIES_TO.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if value != default and self.kind not in kinds:
+                why = " (it always takes means)" if self.kind in ("simpo", "orpo") else ""
+                raise ValueError(
+                    f"method.loss.{key}={value!r} changes nothing in kind {self.kind!r}"
+                    f"{why if key == 'length_normalised' else ''}: it belongs to "
+                    f"{', '.join(kinds)}; leave it at {default!r}"
+                )
+        if self.alpha != 0.5 and self.divergence != "alpha":
+            raise ValueError(
+                f"method.loss.alpha={self.alpha:g} belongs to divergence 'alpha', not "
+                f"{self.divergence!r}; leave it at 0.5"
+            )
+        if self.kind == "robust" and self.label_smoothing == 0:
+            raise ValueError(
+                "method.loss.kind='robust' corrects for a share of wrong labels, and "
+                "method.loss.label_smoothing=0.0 says there are none: set that share (e.g. 0.1), "
+                "or take kind 'dpo'"
+            )
+        return self
 
 
 class DPO(MethodSection):
@@ -80,9 +131,11 @@ class DPO(MethodSection):
 
     reference: cached scores all pairs once before training and keeps the sums in a file; separate
     holds a frozen copy of the first weights; adapter-off scores with the adapters left out.
-    displacement: what is done when margins grow while the chosen answers' log-probability falls
-    (2410.08847) over displacement_window steps. drop_ches: the share of pairs with the highest CHES
-    scores that is left out.
+    reference_from: the folder of a run that scored the same pairs with the same weights; its sums
+    are taken. displacement: what is done when margins grow while the chosen answers'
+    log-probability falls (2410.08847) over displacement_window steps. ches: scores every pair
+    before training (2410.08847, definition 2) and writes ches.jsonl. drop_ches: the share of pairs
+    with the highest CHES scores that is left out.
     """
 
     evaluates: ClassVar[bool] = True
@@ -95,9 +148,39 @@ class DPO(MethodSection):
     max_rows: Positive | None = None
     max_prompt_tokens: Positive | None = None
     reference: Literal["cached", "separate", "adapter-off"] = "cached"
+    reference_from: str | None = None
     displacement: Literal["warn", "stop", "ignore"] = "warn"
-    displacement_window: Annotated[int, Field(strict=True, ge=2)] = 20
+    displacement_window: Annotated[int, Field(strict=True, ge=4)] = 20
+    ches: Flag = False
     drop_ches: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _rules(self) -> DPO:
+        kind = self.loss.kind
+        if kind == "kto" and self.pairs_per_step < 2:
+            raise ValueError(
+                f"method.pairs_per_step={self.pairs_per_step}: kto estimates its KL term from "
+                "answers to other prompts of the step's batch, so it needs at least 2 rows; the "
+                "nearest legal value is 2"
+            )
+        if kind == "kto" and (self.ches or self.drop_ches):
+            key = "ches" if self.ches else "drop_ches"
+            raise ValueError(
+                f"method.{key}={getattr(self, key)!r} compares the two answers of a pair, and kto "
+                "has labelled answers; leave it out"
+            )
+        if not self.loss.needs_reference and self.reference != "cached":
+            raise ValueError(
+                f"method.reference={self.reference!r} changes nothing in kind {kind!r}, which "
+                "compares with no reference; leave it at 'cached' (nothing is scored)"
+            )
+        if self.reference_from is not None and self.reference != "cached":
+            raise ValueError(
+                f"method.reference_from={self.reference_from!r} holds cached sums, but "
+                f"method.reference={self.reference!r} scores anew in every step; leave it out, or "
+                "set method.reference='cached'"
+            )
+        return self
 
 
 class RewardModel(MethodSection):
@@ -106,8 +189,11 @@ class RewardModel(MethodSection):
     bradley-terry: pairs; -log sigmoid(chosen - rejected - margin), the margin from the column
     `margin` if margins is set; centre_coef times the square of the pair's sum is added
     (2312.09244). regression: rows with a number `label`; classification: rows with a class `label`
-    of num_labels (model.num_labels). process: rows of `completions` and `labels`, one a step; a
-    step's score is read at its last token; soft labels are probabilities.
+    of model.num_labels (one: true or false). process: rows of `completions` and `labels`, one a
+    step; a step's score is read at its last token, which ends in step_separator; soft labels are
+    probabilities; model.num_labels is 1, or 2 for the classes wrong and right. max_length: of a
+    document (prompt and answer), the end of an answer is cut; max_prompt_tokens: longer prompts
+    lose their beginning. A pair must fit data.seq_len.
     """
 
     evaluates: ClassVar[bool] = True
@@ -120,6 +206,32 @@ class RewardModel(MethodSection):
     rows_per_step: Positive = 16
     epochs: Above0 | None = None
     max_rows: Positive | None = None
+    max_length: Annotated[int, Field(strict=True, ge=2)] | None = None
+    max_prompt_tokens: Positive | None = None
+    step_separator: str = "\n"
+
+    @model_validator(mode="after")
+    def _rules(self) -> RewardModel:
+        for key in ("margins", "centre_coef"):
+            if self.objective != "bradley-terry" and getattr(self, key):
+                raise ValueError(
+                    f"method.{key}={getattr(self, key)} belongs to pairs, objective "
+                    f"'bradley-terry', not {self.objective!r}; leave it out"
+                )
+        if not self.step_separator:
+            raise ValueError("method.step_separator is empty; a line's end, '\\n', is usual")
+        if self.step_separator != "\n" and self.objective != "process":
+            raise ValueError(
+                f"method.step_separator={self.step_separator!r} belongs to objective 'process', "
+                f"not {self.objective!r}; leave it out"
+            )
+        cut, longest = self.max_prompt_tokens, self.max_length
+        if cut is not None and longest is not None and cut >= longest:
+            raise ValueError(
+                f"method.max_prompt_tokens={cut} leaves no room for an answer in "
+                f"method.max_length={longest}; the nearest legal value is {longest - 1}"
+            )
+        return self
 
 
 class RewardTerm(Section):
@@ -250,6 +362,9 @@ class PPO(SampledMethod):
     kl_coef: of the divergence from the reference, kept at kl_target over kl_horizon samples by the
     adaptive controller (1909.08593). gamma, lam: GAE (1506.02438). value_clip: 0, or how far a
     value may move from the sampled one. whiten: advantages are centred and scaled over the batch.
+    truncated: an answer that was cut off at max_new_tokens keeps its reward less truncation_penalty
+    (the EOS trick, 2403.17031), or (bootstrap) has the critic's value of where it was cut in place
+    of a reward (1712.00378).
     """
 
     kind: Literal["ppo"] = "ppo"
@@ -273,6 +388,37 @@ class PPO(SampledMethod):
     kl_horizon: Above0 = 10_000.0
     reference: Literal["separate", "adapter-off", "host"] = "separate"
     entropy_coef: AtLeast0 = 0.0
+    truncated: Literal["penalty", "bootstrap"] = "penalty"
+    truncation_penalty: AtLeast0 = 1.0
+
+    @model_validator(mode="after")
+    def _rules(self) -> PPO:
+        if self.critic == "shared":
+            keys = ("critic_init", "critic_lr")
+            alone = next((key for key in keys if getattr(self, key) is not None), None)
+            if alone is not None:
+                raise ValueError(
+                    f"method.{alone}={getattr(self, alone)!r} is a separate critic's, but "
+                    "method.critic='shared' is a head on the policy's trunk; leave it out"
+                )
+        if self.kl_in == "reward" and self.kl_estimator == "unbiased":
+            raise ValueError(
+                "method.kl_estimator='unbiased' is about the gradient of a loss, but "
+                "method.kl_in='reward'; the nearest legal value is 'k1', whose policy gradient is "
+                "the reverse KL's there"
+            )
+        if self.kl_controller == "adaptive" and not self.kl_coef:
+            raise ValueError(
+                "method.kl_controller='adaptive' multiplies method.kl_coef, which is 0; set it to "
+                "0.05, or method.kl_controller='fixed'"
+            )
+        usual = type(self).model_fields["truncation_penalty"].default
+        if self.truncated == "bootstrap" and self.truncation_penalty != usual:
+            raise ValueError(
+                f"method.truncation_penalty={self.truncation_penalty:g} does not go with "
+                "method.truncated='bootstrap', where the critic says what is to come; leave it out"
+            )
+        return self
 
 
 class OnlineDPO(SampledMethod):
