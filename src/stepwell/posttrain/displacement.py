@@ -1,0 +1,226 @@
+"""Likelihood displacement: preference learning that widens the margin while the chosen answers
+themselves become unlikely (2410.08847). A monitor, an alarm, and the pairs that cause it.
+
+P pairs, D_ d_model of the hidden states.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepwell.data.batch import Batch
+from stepwell.data.loader import rank_rows
+from stepwell.data.pair_packing import pack_pairs
+from stepwell.data.preference import Pair
+from stepwell.metrics import encode
+from stepwell.parallel.mesh import all_gather_objects
+from stepwell.tokenizer import Tokenizer
+from stepwell.train.engine import Engine
+from stepwell.train.losses import document_counts, document_index
+
+CHES_FILE = "ches.jsonl"
+# A fall of the chosen answers counts once their mean is this much below where it began (nats).
+LEAST_FALL = 1.0
+# Standard errors that a trend within the window must be away from none.
+LEAST_T = 3.0
+CHUNK_PAIRS = 32
+
+
+# --- the monitor -------------------------------------------------------------------------------
+
+
+@dataclass
+class Monitor:
+    """Watches a step's mean log-probability of chosen answers and their margin over the rejected
+    ones, in nats an answer: above the reference where there is one.
+
+    `see` says once when, within the last `window` steps, the margin grew and the chosen answers
+    fell, both by a clear linear trend, and the chosen ones are LEAST_FALL nats below where they
+    began: at 0 with a reference, else at the mean of the first window.
+    """
+
+    window: int
+    has_reference: bool = True
+    steps: list[int] = field(default_factory=list)
+    chosen: list[float] = field(default_factory=list)
+    margin: list[float] = field(default_factory=list)
+    start: float | None = None
+    alarmed: bool = False
+
+    def see(self, step: int, chosen: float, margin: float) -> Alarm | None:
+        if not (math.isfinite(chosen) and math.isfinite(margin)):
+            return None
+        self.steps = [*self.steps, step][-self.window :]
+        self.chosen = [*self.chosen, chosen][-self.window :]
+        self.margin = [*self.margin, margin][-self.window :]
+        if len(self.steps) < self.window:
+            return None
+        if self.start is None:
+            self.start = 0.0 if self.has_reference else float(np.mean(self.chosen))
+        fall, growth = trend(self.steps, self.chosen), trend(self.steps, self.margin)
+        level = float(np.mean(self.chosen[-(self.window // 2) :])) - self.start
+        displaced = fall.t < -LEAST_T and growth.t > LEAST_T and level < -LEAST_FALL
+        if self.alarmed or not displaced:
+            return None
+        self.alarmed = True
+        return Alarm(step, self.window, level, fall.slope, growth.slope)
+
+    def state(self) -> dict[str, Any]:
+        names = ("steps", "chosen", "margin", "start", "alarmed")
+        return {name: getattr(self, name) for name in names}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+
+
+class Trend(NamedTuple):
+    """slope: of the least-squares line, a step. t: the slope over its standard error."""
+
+    slope: float
+    t: float
+
+
+class Alarm(NamedTuple):
+    """level: nats that the chosen answers are above (below) their start. *_slope: nats a step."""
+
+    step: int
+    window: int
+    level: float
+    chosen_slope: float
+    margin_slope: float
+
+    def text(self, run_dir: str, kind: str) -> str:
+        """What was seen, and what to do next."""
+        other = "--method.loss.kind dpop" if kind != "dpop" else "a larger positive_coef"
+        return (
+            f"likelihood displacement: over the last {self.window} steps the margin grew by "
+            f"{self.margin_slope:.3g} nats a step while the chosen answers lost "
+            f"{-self.chosen_slope:.3g}; they are {-self.level:.3g} nats an answer below their "
+            "start, so probability goes to answers that nobody chose. Next: leave out the pairs "
+            f"whose answers are too alike (--method.drop_ches 0.1; {run_dir}/{CHES_FILE} shows "
+            f"them with --method.ches true), or hold the chosen answers up "
+            f"(--method.loss.sft_coef 1, or {other}), or lower optim.lr"
+        )
+
+
+def trend(steps: Sequence[int], values: Sequence[float]) -> Trend:
+    """Least squares of values on steps, with at least 3 of them; t is infinite on a line without
+    noise, 0 on a constant."""
+    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    x, y = x - x.mean(), y - y.mean()
+    spread = float(x @ x)
+    slope = float(x @ y) / spread
+    rest = y - slope * x
+    error = math.sqrt(float(rest @ rest) / (len(x) - 2) / spread)
+    if error <= 1e-12 * abs(slope):
+        return Trend(slope, math.copysign(math.inf, slope) if slope else 0.0)
+    return Trend(slope, slope / error)
+
+
+# --- the pairs that cause it -------------------------------------------------------------------
+
+
+class Ches(NamedTuple):
+    """score: <S+, S-> - |S+|^2 of the sums of hidden states (2410.08847, definition 2).
+    normalised: with their means, so that long answers do not rank by their length."""
+
+    score: float
+    normalised: float
+
+
+def ches(chosen_D: Tensor, rejected_D: Tensor, num_chosen: float, num_rejected: float) -> Ches:
+    """chosen_D, rejected_D: sums over an answer's tokens of the hidden state that predicts each."""
+    inner, square = float(chosen_D @ rejected_D), float(chosen_D @ chosen_D)
+    normalised = inner / (num_chosen * num_rejected) - square / num_chosen**2
+    return Ches(inner - square, normalised)
+
+
+def ches_scores(engine: Engine, pairs: Sequence[Pair], pad_id: int) -> list[Ches]:
+    """Of every pair under the engine's weights, in order. Every rank calls it with all pairs."""
+    mesh, scores = engine.mesh, {}
+    size = CHUNK_PAIRS * mesh.data_world
+    for start in range(0, len(pairs), size):
+        chunk = range(start, min(start + size, len(pairs)))
+        share = rank_rows(len(chunk), mesh.data_rank, mesh.data_world)
+        mine = chunk[share.start : share.stop]
+        batch = pack_pairs(
+            [pairs[i] for i in mine], engine.run.data.seq_len, pad_id, index=list(mine)
+        )
+        found = batch_ches(engine.hidden(batch), batch)
+        for part in all_gather_objects(found if mesh.counts_rows else {}, mesh):
+            scores |= part
+    return [scores[i] for i in range(len(pairs))]
+
+
+def batch_ches(hidden_BTD: Tensor, batch: Batch) -> dict[int, Ches]:
+    """The scores of a batch's pairs by their numbers."""
+    index_BT, num_docs = document_index(batch)
+    trained_BT = batch.weights_BT != 0
+    sums_DD = hidden_BTD.new_zeros(num_docs + 1, hidden_BTD.shape[-1], dtype=torch.float64)
+    sums_DD.index_add_(0, index_BT[trained_BT], hidden_BTD[trained_BT].double())
+    counts = document_counts(batch).tolist()
+    numbers = torch.zeros(num_docs + 1, dtype=torch.int64)
+    numbers[index_BT.flatten()] = batch.extra["index"].flatten()
+    return {
+        int(numbers[d]): ches(sums_DD[d], sums_DD[d + 1], counts[d], counts[d + 1])
+        for d in range(0, num_docs, 2)
+    }
+
+
+def kept_pairs(scores: Sequence[Ches], share: float) -> list[int]:
+    """Numbers of the pairs that are left when the `share` with the highest normalised scores is
+    left out (rounded down), in order."""
+    ranked = sorted(range(len(scores)), key=lambda i: (-scores[i].normalised, i))
+    dropped = set(ranked[: num_dropped(len(scores), share)])
+    return [i for i in range(len(scores)) if i not in dropped]
+
+
+def num_dropped(num_pairs: int, share: float) -> int:
+    return int(num_pairs * share)
+
+
+def write_ches(
+    path: Path,
+    scores: Sequence[Ches],
+    pairs: Sequence[Pair],
+    kept: Sequence[int],
+    tokenizer: Tokenizer,
+) -> None:
+    """A line a pair, the worst first: scores, whether it was left out, and its text."""
+    held = set(kept)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        for i in sorted(range(len(scores)), key=lambda i: (-scores[i].normalised, i)):
+            line = {
+                "pair": i,
+                "item": pairs[i].item,
+                "ches": encode(scores[i].score),
+                "ches_normalised": encode(scores[i].normalised),
+                "dropped": i not in held,
+                "prompt": tokenizer.decode(list(pairs[i].prompt_ids)),
+                "chosen": tokenizer.decode(list(pairs[i].chosen_ids)),
+                "rejected": tokenizer.decode(list(pairs[i].rejected_ids)),
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)
+
+
+def read_kept(path: Path, num_pairs: int) -> list[int] | None:
+    """The numbers that `write_ches` was given; None if the file is not there, or of other pairs."""
+    if not path.exists():
+        return None
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    if sorted(line["pair"] for line in lines) != list(range(num_pairs)):
+        return None
+    return sorted(line["pair"] for line in lines if not line["dropped"])
