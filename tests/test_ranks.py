@@ -114,3 +114,23 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
         assert time.monotonic() < deadline, "a rank outlived its parent"
         time.sleep(0.02)
     assert sorted(left_in(tmp_path)) == ["0", "1"]
+
+
+def crash(marker, times):
+    """Rank 0 dies of a signal, the first `times` times."""
+    with open(marker, "a") as file:
+        file.write("x" if os.environ["RANK"] == "0" else "")
+    if os.environ["RANK"] == "0" and Path(marker).stat().st_size <= times:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.parametrize(("times", "works"), [(1, True), (2, False)])
+def test_the_tests_try_a_launch_again_that_crashed_once(times, works, tmp_path):
+    marker = str(tmp_path / "marker")
+    with pytest.warns(UserWarning, match="SIGSEGV"):
+        if works:
+            assert run_ranks(crash, 2, marker, times) == [0, 1]
+        else:
+            with pytest.raises(RanksFailed, match="SIGSEGV"):
+                run_ranks(crash, 2, marker, times)

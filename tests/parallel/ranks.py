@@ -6,7 +6,9 @@ tests that need the same number of ranks share one where they can: `run_jobs`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from stepwell import ranks
@@ -23,8 +25,21 @@ FORKSERVER = ranks.forkserver(PRELOAD)
 def run_ranks(
     function: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 100.0
 ) -> list[Any]:
-    """Each rank's return value, in rank order; RanksFailed with every rank's traceback."""
-    return ranks.run_ranks(function, num_ranks, *args, timeout_s=timeout_s, preload=PRELOAD)
+    """Each rank's return value, in rank order; RanksFailed with every rank's traceback.
+
+    About one launch in some hundred has a rank that crashes inside torch. That one is tried again,
+    once and with a warning that says where it was; a crash of ours comes back.
+    """
+    launch = partial(
+        ranks.run_ranks, function, num_ranks, *args, timeout_s=timeout_s, preload=PRELOAD
+    )
+    try:
+        return launch()
+    except ranks.RanksFailed as failure:
+        if "(SIGSEGV)" not in str(failure):
+            raise
+        warnings.warn(f"a rank crashed, tried again: {failure}", stacklevel=2)
+        return launch()
 
 
 def run_jobs(num_ranks: int, **jobs: tuple[Any, ...]) -> dict[str, list[Any]]:
