@@ -126,7 +126,7 @@ def regression() -> Loss:
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         scores_M = _scores(outputs, batch)[:, 0]
-        difference_M = scores_M - at_places(batch.extra[LABEL], batch)
+        difference_M = scores_M - at_places(batch.extra[LABEL], batch).to(scores_M.dtype)
         squares_M = difference_M.square()
         metrics = _means(loss=squares_M, error=difference_M.abs(), score=scores_M)
         return LossSums({"rows": squares_M.sum()}, metrics)
@@ -139,7 +139,7 @@ def classification(num_labels: int) -> Loss:
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         scores_MC = _scores(outputs, batch)
-        labels_M = at_places(batch.extra[LABEL], batch)
+        labels_M = at_places(batch.extra[LABEL], batch).to(scores_MC.dtype)
         if num_labels == 1:
             nll_M, found_M = binary_nll(scores_MC[:, 0], labels_M), scores_MC[:, 0] > 0
         else:
@@ -156,7 +156,7 @@ def process() -> Loss:
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         scores_MC = _scores(outputs, batch)
-        labels_M = at_places(batch.extra[LABEL], batch)
+        labels_M = at_places(batch.extra[LABEL], batch).to(scores_MC.dtype)
         nll_M = step_nll(scores_MC, labels_M)
         with torch.no_grad():
             chance_M = step_chance(scores_MC)

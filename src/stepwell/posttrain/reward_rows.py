@@ -1,0 +1,88 @@
+"""The rows that a reward model learns from, by objective: read, put in order, packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stepwell.config import Run
+from stepwell.data.batch import Batch
+from stepwell.data.order import permute
+from stepwell.data.pair_packing import pack_labelled, pack_pairs, pack_steps
+from stepwell.data.preference import (
+    Labelled,
+    Pair,
+    Stepwise,
+    load_labelled,
+    load_pairs,
+    load_steps,
+)
+from stepwell.data.sft_data import Drops
+from stepwell.posttrain.reward_losses import MARGIN
+from stepwell.sections.methods import RewardModel
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import DataError
+
+Rows = Sequence[Pair | Labelled | Stepwise]
+
+
+def load_rows(run: Run, path: str, tokenizer: Tokenizer) -> tuple[Rows, Drops]:
+    """The usable rows of a file, and why the others are not. Raises DataError where there are none,
+    and with method.margins for pairs without a margin."""
+    method, seq_len = run.method, run.data.seq_len
+    assert isinstance(method, RewardModel)
+    most, cut = method.max_rows, method.max_prompt_tokens
+    if method.objective == "bradley-terry":
+        pairs, drops = load_pairs(path, tokenizer, seq_len, cut, most, method.max_length)
+        if method.margins:
+            check_margins(pairs, path)
+        return pairs, drops
+    length = min(seq_len, method.max_length or seq_len)
+    if method.objective == "process":
+        return load_steps(path, tokenizer, length, cut, most, method.step_separator)
+    if method.objective == "regression":
+        return load_labelled(path, tokenizer, length, cut, most, "number")
+    classes = max(run.model.num_labels, 2)
+    return load_labelled(path, tokenizer, length, cut, most, "class", classes)
+
+
+def check_margins(pairs: Sequence[Pair], path: str) -> None:
+    lacking = [pair.item for pair in pairs if pair.margin is None]
+    if lacking:
+        raise DataError(
+            f"method.margins is set, but {len(lacking)} of {len(pairs)} pairs of {path} have no "
+            f"number `margin` (the first is {lacking[0]}); add it, or leave method.margins out"
+        )
+
+
+def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
+    """A batch that has a weight wherever a score is read. index: the rows' numbers."""
+    method, seq_len = run.method, run.data.seq_len
+    assert isinstance(method, RewardModel)
+    if method.objective == "bradley-terry":
+        pairs = [row for row in rows if isinstance(row, Pair)]
+        margins = [(pair.margin or 0.0) if method.margins else 0.0 for pair in pairs]
+        streams = {MARGIN: np.array(margins, np.float32)}
+        return pack_pairs(pairs, seq_len, pad_id, streams, index, read="last")
+    if method.objective == "process":
+        answers = [row for row in rows if isinstance(row, Stepwise)]
+        return pack_steps(answers, seq_len, pad_id, index=index)
+    labelled = [row for row in rows if isinstance(row, Labelled)]
+    return pack_labelled(labelled, seq_len, pad_id, index=index, read="last")
+
+
+def rows_of_step(run: Run, num_rows: int, position: int) -> list[int]:
+    """The rows that the step takes which begins after `position` rows: each epoch goes through all
+    of them, in an order of its own."""
+    method = run.method
+    assert isinstance(method, RewardModel)
+    places = np.arange(position, position + method.rows_per_step)
+    if run.data.order == "sequential":
+        return (places % num_rows).tolist()
+    epochs = places // num_rows
+    return [
+        int(row)
+        for epoch in np.unique(epochs)
+        for row in permute(places[epochs == epoch] % num_rows, num_rows, run.train.seed, int(epoch))
+    ]
