@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from stepwell.data.judged import Labelled, Pair, Stepwise
 from stepwell.data.pair_packing import pack_labelled, pack_pairs, pack_steps
-from stepwell.data.preference import Labelled, Pair, Stepwise
 from stepwell.types import DataError
 
 

@@ -6,15 +6,8 @@ import pytest
 from tests.data.test_chat import CHATML, LLAMA3, THINKING, make
 
 from stepwell.data.chat import UnusableRow, render_chat, render_completion
-from stepwell.data.preference import (
-    Labelled,
-    cut_prompt,
-    fit_pair,
-    load_labelled,
-    load_pairs,
-    load_steps,
-    pair_limit,
-)
+from stepwell.data.judged import Labelled, cut_prompt, fit_pair, pair_limit
+from stepwell.data.preference import load_labelled, load_pairs, load_steps
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError
 
@@ -40,6 +33,11 @@ def test_every_form_of_a_pair_gives_the_same_documents(tokenizer, tmp_path):
         {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": "1 + 2?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {"prompt": "1 + 2?", "chosen": [GOOD], "rejected": [BAD]},
+        {
+            "prompt": [{"from": "human", "value": "1 + 2?"}],
+            "chosen": {"from": "gpt", "value": "3"},
+            "rejected": {"from": "gpt", "value": "It is 4."},
+        },
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ]
     pairs, drops = load_pairs(write(tmp_path / "p.jsonl", forms), tokenizer, 64)

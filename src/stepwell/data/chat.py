@@ -6,35 +6,27 @@ including the token that ends its turn.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from rich.text import Text
 
+from stepwell.data.chat_template import (
+    CLOSE,
+    OPEN,
+    Message,
+    Span,
+    UnusableRow,
+    render,
+    take_marks,
+    template_of,
+)
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError
 
-Message = Mapping[str, Any]
-Span = tuple[int, int]
-
-
-class UnusableRow(DataError):
-    """One conversation that cannot be trained on; `reason` is a short key that gets counted."""
-
-    def __init__(self, reason: str, message: str):
-        super().__init__(message)
-        self.reason = reason
-
-
-# Noncharacters, reserved by Unicode for a program's internal use: they mark generated spans.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+ASSISTANT = ("assistant",)
+PREVIEW_HINT = "look at it with `stepwell sft RECIPE --preview`"
 
 
 def render_chat(
@@ -42,38 +34,48 @@ def render_chat(
     messages: Sequence[Message],
     tools: Sequence[Any] | None = None,
     train_from: int = 0,
+    train_on: Collection[str] = ASSISTANT,
+    last_turn_only: bool = False,
     **variables: Any,
 ) -> tuple[list[int], list[int]]:
-    """ids and mask of a whole conversation; mask 1 on the tokens of assistant messages from the
-    `train_from`-th message on, with their end-of-turn token.
+    """ids and mask of a whole conversation; mask 1 on the tokens of messages of the roles
+    `train_on`, from the `train_from`-th message on or only the last of them, each with its
+    end-of-turn token.
 
     There is one bos if the tokenizer uses one, and a last assistant turn whose template ends it
-    without a special token gets one eos. Templates with `{% generation %}` say themselves what is
-    trained; for others it is what follows the generation prompt, up to the end of the turn.
+    without a special token gets one eos. Templates with `{% generation %}` say themselves what the
+    assistant generates; for others it is what follows the generation prompt, up to the end of the
+    turn. Of other roles the content is trained, up to the end of the turn.
     Raises DataError for no template or a broken one, and its subclass UnusableRow for a template's
     own refusal, a special token inside a message, and a mask of all zeros, or of all ones although
     there is a prompt.
     """
     check_messages(messages, tokenizer)
-    template = _template_of(tokenizer)
-    marked = _render(template, tokenizer, messages, False, tools, variables)
-    text, spans = _take_marks(marked)
-    if not spans:
-        spans = _spans_by_prefix(template, tokenizer, messages, text, tools, variables)
+    template = template_of(tokenizer)
+    text, marks = take_marks(render(template, tokenizer, messages, False, tools, variables))
     roles = [message["role"] for message in messages]
-    assistant_at = [i for i, role in enumerate(roles) if role == "assistant"]
-    if len(spans) == len(assistant_at):
-        spans = [s for s, i in zip(spans, assistant_at, strict=True) if i >= train_from]
-    elif train_from:
+    if not marks or len(marks) == roles.count("assistant"):
+        prefixes = _Prefixes(template, tokenizer, messages, tools, variables, text)
+        found = _spans(prefixes, marks, train_on)
+        chosen = [(i, span) for i, span in found if i >= train_from]
+        spans = [span for _, span in (chosen[-1:] if last_turn_only else chosen)]
+    elif train_from or last_turn_only or set(train_on) != set(ASSISTANT):
         raise UnusableRow(
             "unclear_mask",
-            f"the template marks {len(spans)} generated parts for {len(assistant_at)} assistant "
-            "messages, so the trained ones cannot be told from the prompt's",
+            f"the template marks {len(marks)} generated parts for {roles.count('assistant')} "
+            "assistant messages, so they cannot be told apart",
         )
+    else:
+        spans = marks
     ids, offsets = tokenizer.encode_with_offsets(text)
-    mask = _mask(offsets, spans)
-    ids, mask = _with_ends(tokenizer, ids, mask, roles[-1] == "assistant")
-    check_mask(mask, has_prompt=any(role != "assistant" for role in roles))
+    ids, mask = _with_ends(
+        tokenizer,
+        ids,
+        _mask(offsets, spans),
+        ends_turn=roles[-1] == "assistant",
+        is_trained=bool(spans) and roles[-1] in train_on,
+    )
+    check_mask(mask, has_prompt=any(role not in train_on for role in roles))
     return ids, mask
 
 
@@ -85,17 +87,18 @@ def render_prompt(
 ) -> list[int]:
     """ids that a model continues with the assistant's next answer."""
     check_messages(messages, tokenizer)
-    text, _ = _take_marks(
-        _render(_template_of(tokenizer), tokenizer, messages, True, tools, variables)
+    text, _ = take_marks(
+        render(template_of(tokenizer), tokenizer, messages, True, tools, variables)
     )
     ids = tokenizer.encode(text)
-    return _with_ends(tokenizer, ids, [0] * len(ids), ends_turn=False)[0]
+    return _with_ends(tokenizer, ids, [0] * len(ids), ends_turn=False, is_trained=False)[0]
 
 
 def render_completion(
-    tokenizer: Tokenizer, prompt: str, completion: str
+    tokenizer: Tokenizer, prompt: str, completion: str, train_on: Collection[str] = ASSISTANT
 ) -> tuple[list[int], list[int]]:
     """ids and mask of plain text without a template: bos (if used), prompt, completion, eos.
+    The prompt counts as the user's, the completion as the assistant's.
 
     The two are encoded apart, so that the prompt's ids are those that sampling starts from.
     Raises UnusableRow for an empty completion.
@@ -104,10 +107,11 @@ def render_completion(
         raise UnusableRow(
             "empty_completion", "the completion is empty: there is nothing to train on"
         )
-    head = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    head += tokenizer.encode(prompt, special=False)
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    head = tokenizer.encode(prompt, special=False)
     tail = [*tokenizer.encode(completion, special=False), tokenizer.eos_id]
-    return head + tail, [0] * len(head) + [1] * len(tail)
+    trained = ["user" in train_on] * len(head) + ["assistant" in train_on] * len(tail)
+    return bos + head + tail, [0] * len(bos) + [int(is_trained) for is_trained in trained]
 
 
 def render_text(
@@ -118,9 +122,9 @@ def render_text(
     **variables: Any,
 ) -> str:
     """The template's text for the messages."""
-    template = _template_of(tokenizer)
-    return _take_marks(
-        _render(template, tokenizer, messages, add_generation_prompt, tools, variables)
+    template = template_of(tokenizer)
+    return take_marks(
+        render(template, tokenizer, messages, add_generation_prompt, tools, variables)
     )[0]
 
 
@@ -164,14 +168,13 @@ def check_mask(mask: Sequence[int], has_prompt: bool) -> None:
     if not any(mask):
         raise UnusableRow(
             "mask_all_zeros",
-            "the loss mask is all zeros: no assistant token was found (look at it with "
-            "data.chat.preview)",
+            f"the loss mask is all zeros: there is no token to train on ({PREVIEW_HINT})",
         )
     if has_prompt and all(mask):
         raise UnusableRow(
             "mask_all_ones",
             "the loss mask is all ones although there is a prompt: the template's generation "
-            "marks cover it (look at it with data.chat.preview)",
+            f"marks cover it ({PREVIEW_HINT})",
         )
 
 
@@ -187,136 +190,69 @@ def preview(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int]) -> Te
     return text
 
 
-def _template_of(tokenizer: Tokenizer) -> str:
-    if not tokenizer.chat_template:
-        raise DataError(
-            "this tokenizer has no chat template: add `chat_template` to its "
-            "tokenizer_config.json, or give rows of `prompt` and `completion` as plain text"
-        )
-    return tokenizer.chat_template
+@dataclass(frozen=True)
+class _Prefixes:
+    """The whole rendering `text` of messages, and those of their beginnings."""
 
+    template: str
+    tokenizer: Tokenizer
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    variables: Mapping[str, Any]
+    text: str
 
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` puts marks around what it holds."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
-
-    def parse(self, parser: Any) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = nodes.CallBlock(self.call_method("_mark"), [], [], body)
-        return call.set_lineno(line)
-
-    @staticmethod
-    def _mark(caller: Any) -> str:
-        return f"{OPEN}{caller()}{CLOSE}"
-
-
-@lru_cache(maxsize=16)
-def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as error:
-        raise DataError(f"the chat template is not valid Jinja: {error}") from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _render(
-    template: str,
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tools: Sequence[Any] | None,
-    variables: Mapping[str, Any],
-) -> str:
-    tokens = {"eos_token": tokenizer.eos_token, "pad_token": tokenizer.pad_token}
-    if tokenizer.bos_token is not None:
-        tokens["bos_token"] = tokenizer.bos_token
-    try:
-        return _compiled(template).render(
-            messages=list(messages),
-            tools=tools,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **{**tokens, **variables},
-        )
-    except DataError:
-        raise
-    except Exception as error:  # a template is data: whatever it does wrong is a bad input
-        raise UnusableRow(
-            "template_refused", f"the chat template refuses the messages: {error}"
-        ) from error
-
-
-def _take_marks(marked: str) -> tuple[str, list[Span]]:
-    """The text without marks, and the character spans that they enclosed."""
-    spans: list[Span] = []
-    parts: list[str] = []
-    length = 0
-    for i, part in enumerate(marked.split(OPEN)):
-        inside, _, after = part.partition(CLOSE) if i else ("", "", part)
-        if i:
-            spans.append((length, length + len(inside)))
-        parts += [inside, after]
-        length += len(inside) + len(after)
-    return "".join(parts), spans
-
-
-def _spans_by_prefix(
-    template: str,
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    text: str,
-    tools: Sequence[Any] | None,
-    variables: Mapping[str, Any],
-) -> list[Span]:
-    """Each assistant message's span: after the generation prompt, to the end of its turn."""
-
-    def rendered(stop: int, prompt: bool) -> str | None:
+    def of(self, stop: int, prompt: bool) -> str | None:
+        """The first `stop` messages, with or without the generation prompt, if that is how the
+        whole begins."""
+        messages = self.messages[:stop]
         try:
-            return _render(template, tokenizer, messages[:stop], prompt, tools, variables)
+            part = render(
+                self.template, self.tokenizer, messages, prompt, self.tools, self.variables
+            )
         except DataError:  # some templates refuse a conversation that stops here
             return None
+        part, _ = take_marks(part)
+        return part if self.text.startswith(part) else None
 
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+    def turn_end(self, i: int, start: int) -> int:
+        """Where message i ends that begins at `start`: after its end-of-turn token."""
+        last = i == len(self.messages) - 1
+        whole = self.text if last else self.of(i + 1, False)
+        if whole is not None and len(whole) > start:
+            return _without_blank_tail(self.tokenizer, self.text, start, len(whole))
+        return _first_special_end(self.tokenizer, self.text, start)
+
+
+def _spans(
+    prefixes: _Prefixes, marks: Sequence[Span], roles: Collection[str]
+) -> list[tuple[int, Span]]:
+    """(number, span) of each message of these roles. marks: what the template says that the
+    assistant generates, one a message of it, or nothing."""
+    spans, end, answers = [], 0, iter(marks)
+    for i, message in enumerate(prefixes.messages):
+        mark = next(answers, None) if message["role"] == "assistant" else None
+        if message["role"] not in roles:
+            end = end if mark is None else mark[1]
             continue
-        head = rendered(i, True)
-        if head is None or not text.startswith(head):
-            start = _find_content(message, text, spans[-1][1] if spans else 0)
-        else:
-            start = len(head)
-        whole = text if i == len(messages) - 1 else rendered(i + 1, False)
-        if whole is not None and len(whole) > start and text.startswith(whole):
-            stop = _without_blank_tail(tokenizer, text, start, len(whole))
-        else:
-            stop = _first_special_end(tokenizer, text, start)
-        spans.append((start, stop))
+        if mark is None and not message.get("content") and message["role"] != "assistant":
+            continue
+        span = mark or _span(prefixes, i, end)
+        spans.append((i, span))
+        end = span[1]
     return spans
+
+
+def _span(prefixes: _Prefixes, i: int, after: int) -> Span:
+    """An answer's span begins after the generation prompt, another message's with its content.
+    after: where the message before ends at the earliest."""
+    message = prefixes.messages[i]
+    if message["role"] == "assistant":
+        head = prefixes.of(i, True)
+        start = _find_content(message, prefixes.text, after) if head is None else len(head)
+    else:
+        head = prefixes.of(i, False) if i else None
+        start = _find_content(message, prefixes.text, max(after, len(head or "")))
+    return start, prefixes.turn_end(i, start)
 
 
 def _find_content(message: Message, text: str, start: int) -> int:
@@ -325,9 +261,9 @@ def _find_content(message: Message, text: str, start: int) -> int:
     if found < 0:
         raise UnusableRow(
             "unclear_mask",
-            "cannot tell where the assistant's answer begins in the rendering: the template "
-            "renders a part of the conversation differently from the whole; mark the answer with "
-            "{% generation %} in the template",
+            f"cannot tell where a message of {message['role']!r} begins in the rendering: the "
+            "template renders a part of the conversation, or the message's content, differently; "
+            "mark answers with {% generation %} in the template",
         )
     return found
 
@@ -362,14 +298,14 @@ def _mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
 
 
 def _with_ends(
-    tokenizer: Tokenizer, ids: list[int], mask: list[int], ends_turn: bool
+    tokenizer: Tokenizer, ids: list[int], mask: list[int], ends_turn: bool, is_trained: bool
 ) -> tuple[list[int], list[int]]:
     """Exactly one bos where the tokenizer uses one, and something that ends the last turn."""
     bos_id = tokenizer.bos_id
     if bos_id is not None and ids[:1] != [bos_id]:
         ids, mask = [bos_id, *ids], [0, *mask]
     if ends_turn and not _ends_with_special(tokenizer, ids):
-        ids, mask = [*ids, tokenizer.eos_id], [*mask, 1]
+        ids, mask = [*ids, tokenizer.eos_id], [*mask, int(is_trained)]
     return ids, mask
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from stepwell.data.batch import Batch
+from stepwell.data.judged import Labelled, Pair, Rendering, Stepwise
 from stepwell.data.packing import best_fit, pack_rows
-from stepwell.data.preference import Labelled, Pair, Rendering, Stepwise
 from stepwell.types import DataError
 
 Read = Literal["answers", "last"]

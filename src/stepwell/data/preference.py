@@ -8,105 +8,35 @@ differently before different answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from stepwell.data.chat import UnusableRow, render_prompt
+from stepwell.data.chat_formats import standard_messages
+from stepwell.data.judged import (
+    Ids,
+    Labelled,
+    Pair,
+    Stepwise,
+    cut_answer,
+    cut_prompt,
+    fit_pair,
+    require_answer,
+    split_answer,
+)
+from stepwell.data.judged import (
+    Rendering as Rendering,
+)
 from stepwell.data.sft_data import Drops, render_row, summary
 from stepwell.data.sources.rows import records
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Dropped, nearest
 
-Ids = tuple[int, ...]
-Rendering = tuple[Ids, Ids]
 LabelKind = Literal["bool", "number", "class"]
 IGNORED = -100  # what data sets write where there is no label
 SEPARATOR = "\n"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two answers to one prompt, the first of which is preferred.
-
-    chosen_ids, rejected_ids: from the first trained token to the end. margin: by how much it is
-    preferred. columns: what else the row holds. item: names it within its file.
-    rejected_prompt_ids: set where the rejected answer's prompt is rendered differently.
-    chosen_mask, rejected_mask: which tokens of the answer are trained (None: all).
-    truncated: whether the prompt or an answer was cut.
-    """
-
-    prompt_ids: Ids
-    chosen_ids: Ids
-    rejected_ids: Ids
-    margin: float | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    item: str = ""
-    rejected_prompt_ids: Ids | None = None
-    chosen_mask: Ids | None = None
-    rejected_mask: Ids | None = None
-    truncated: bool = False
-
-    @property
-    def chosen(self) -> Rendering:
-        """ids and mask of the prompt with the chosen answer."""
-        return _whole(self.prompt_ids, self.chosen_ids, self.chosen_mask)
-
-    @property
-    def rejected(self) -> Rendering:
-        own = self.rejected_prompt_ids
-        prompt = self.prompt_ids if own is None else own
-        return _whole(prompt, self.rejected_ids, self.rejected_mask)
-
-
-@dataclass(frozen=True)
-class Labelled:
-    """An answer with a label: a bool (desirable or not), a number, or a class. See Pair."""
-
-    prompt_ids: Ids
-    completion_ids: Ids
-    label: bool | float | int
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    item: str = ""
-    mask: Ids | None = None
-    truncated: bool = False
-
-    @property
-    def rendering(self) -> Rendering:
-        """ids and mask of the prompt with the answer."""
-        return _whole(self.prompt_ids, self.completion_ids, self.mask)
-
-
-@dataclass(frozen=True)
-class Stepwise:
-    """An answer in steps. labels: the probability that a step is right, None where nobody judged.
-
-    steps: each step's ids, with what separates it from the next. end_ids: what follows the last
-    step (eos), empty where steps were cut off.
-    """
-
-    prompt_ids: Ids
-    steps: tuple[Ids, ...]
-    labels: tuple[float | None, ...]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    item: str = ""
-    end_ids: Ids = ()
-    truncated: bool = False
-
-    @property
-    def ids(self) -> Ids:
-        return (*self.prompt_ids, *(i for step in self.steps for i in step), *self.end_ids)
-
-    @property
-    def step_ends(self) -> Ids:
-        """The place of each step's last token in `ids`."""
-        ends, place = [], len(self.prompt_ids) - 1
-        for step in self.steps:
-            place += len(step)
-            ends.append(place)
-        return tuple(ends)
 
 
 def load_pairs(
@@ -118,19 +48,18 @@ def load_pairs(
     max_length: int | None = None,
 ) -> tuple[list[Pair], Drops]:
     """Rows of `prompt`, `chosen`, `rejected` (texts or lists of messages), or of `chosen` and
-    `rejected` that begin alike; with a number `margin` if they have one, and `tools`.
+    `rejected` that begin alike; with a number `margin` if they have one, `tools`, and `system`.
 
     A prompt keeps its last max_prompt_tokens tokens (bos stays). Then both answers are cut to one
     length, so that the two documents together have at most seq_len tokens, and each at most
     max_length. A pair with an answer that nothing is left of, or whose answers are the same, is
     dropped. Raises DataError for a file that cannot be read or has no usable row.
     """
-    used = ("prompt", "chosen", "rejected", "margin", "tools")
+    used = ("prompt", "chosen", "rejected", "margin", "tools", "system")
 
     def pair_of(row: Mapping[str, Any], item: str) -> Pair:
         chosen, rejected = (
-            _rendered(tokenizer, prompt, answer, row)
-            for prompt, answer in _two_answers(row, tokenizer)
+            _rendered(tokenizer, prompt, answer, row) for prompt, answer in _two_answers(row)
         )
         return fit_pair(
             chosen,
@@ -162,15 +91,15 @@ def load_labelled(
     -100 and null mean unlabelled, and such rows are dropped, as are rows too long to keep a token
     of the answer. Truncation and errors as in `load_pairs`.
     """
-    used = ("prompt", "completion", "messages", "text", "label", "tools")
+    used = ("prompt", "completion", "messages", "text", "label", "tools", "system")
 
     def labelled_of(row: Mapping[str, Any], item: str) -> Labelled:
         label = read_label(row, kind, num_labels)
         ids, mask = _labelled_text(tokenizer, row, kind)
-        prompt, answer = _split(ids, mask)
+        prompt, answer = split_answer(ids, mask)
         head = cut_prompt(prompt, max_prompt_tokens, tokenizer.bos_id)
-        answer = _cut(answer, seq_len - len(head))
-        _require_answer(head, answer, seq_len)
+        answer = cut_answer(answer, seq_len - len(head))
+        require_answer(head, answer, seq_len)
         return Labelled(
             prompt_ids=head,
             completion_ids=answer[0],
@@ -229,68 +158,6 @@ def load_steps(
     return _load(path, steps_of, max_rows)
 
 
-def fit_pair(
-    chosen: tuple[Sequence[int], Sequence[int]],
-    rejected: tuple[Sequence[int], Sequence[int]],
-    seq_len: int,
-    bos_id: int | None = None,
-    max_prompt_tokens: int | None = None,
-    max_length: int | None = None,
-    **fields: Any,
-) -> Pair:
-    """A pair of two whole renderings, truncated as `load_pairs` says. fields: further ones of Pair.
-
-    Raises UnusableRow if an answer has no token left or the answers are the same.
-    """
-    prompts, answers = [], []
-    for rendering in (chosen, rejected):
-        prompt, answer = _split(*rendering)
-        prompts.append(cut_prompt(prompt, max_prompt_tokens, bos_id))
-        answers.append(answer)
-    if prompts[0] == prompts[1] and answers[0] == answers[1]:
-        raise UnusableRow("identical_answers", "chosen and rejected are the same")
-    lengths = [len(p) + len(a[0]) for p, a in zip(prompts, answers, strict=True)]
-    limit = pair_limit(*lengths, seq_len=seq_len, max_length=max_length)
-    kept = [_cut(a, limit - len(p)) for p, a in zip(prompts, answers, strict=True)]
-    for prompt, answer in zip(prompts, kept, strict=True):
-        _require_answer(prompt, answer, limit)
-    if prompts[0] == prompts[1] and kept[0] == kept[1]:
-        raise UnusableRow(
-            "identical_answers",
-            f"chosen and rejected are the same up to the {limit} tokens that are kept of each",
-        )
-    masks = [None if all(mask) else mask for _, mask in kept]
-    whole = sum(len(ids) for ids, _ in (chosen, rejected))
-    return Pair(
-        prompt_ids=prompts[0],
-        chosen_ids=kept[0][0],
-        rejected_ids=kept[1][0],
-        rejected_prompt_ids=None if prompts[1] == prompts[0] else prompts[1],
-        chosen_mask=masks[0],
-        rejected_mask=masks[1],
-        truncated=sum(len(p) + len(a[0]) for p, a in zip(prompts, kept, strict=True)) < whole,
-        **fields,
-    )
-
-
-def cut_prompt(prompt: Ids, max_prompt_tokens: int | None, bos_id: int | None = None) -> Ids:
-    """The prompt's last tokens; a bos that it begins with stays and counts."""
-    if max_prompt_tokens is None or len(prompt) <= max_prompt_tokens:
-        return prompt
-    head = prompt[:1] if bos_id is not None and prompt[0] == bos_id else ()
-    rest = max_prompt_tokens - len(head)
-    return head + (prompt[-rest:] if rest else ())
-
-
-def pair_limit(chosen: int, rejected: int, seq_len: int, max_length: int | None = None) -> int:
-    """The greatest length that both documents of a pair may be cut to, so that together they have
-    at most seq_len tokens: what the shorter leaves, or half."""
-    shorter = min(chosen, rejected)
-    room = seq_len - shorter if 2 * shorter <= seq_len else seq_len // 2
-    limit = seq_len if chosen + rejected <= seq_len else room
-    return limit if max_length is None else min(limit, max_length)
-
-
 def read_label(
     row: Mapping[str, Any], kind: LabelKind, num_labels: int | None = None
 ) -> bool | float | int:
@@ -333,12 +200,12 @@ def _load(
     return items, drops
 
 
-def _two_answers(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[Any, Any]]:
+def _two_answers(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(prompt, answer) of the chosen and of the rejected: both texts or both lists."""
     for column in ("chosen", "rejected"):
         if row.get(column) is None:
             raise UnusableRow("missing_column", f"no {column!r}{nearest(column, row)}")
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    prompt, chosen, rejected = (_answer(row.get(name)) for name in ("prompt", "chosen", "rejected"))
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         raise UnusableRow(
             "wrong_type",
@@ -355,14 +222,22 @@ def _two_answers(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[tuple[Any
             start = _common_text(chosen, rejected)
             prompt, chosen, rejected = chosen[:start], chosen[start:], rejected[start:]
         return [(prompt, chosen), (prompt, rejected)]
+    if isinstance(prompt, list):
+        # Some repeat the prompt in front of the answers.
+        both = chosen[: len(prompt)] == prompt == rejected[: len(prompt)]
+        return [(prompt, answer[len(prompt) * both :]) for answer in (chosen, rejected)]
     common = _common_messages(chosen, rejected)
-    begins_with_prompt = isinstance(prompt, list) and chosen[: len(prompt)] == prompt
-    if prompt is None or (isinstance(prompt, str) and common) or begins_with_prompt:
-        # Whole conversations. A prompt beside them repeats what they begin with.
+    if prompt is None or (common and not _is_answer(chosen[0])):
+        # Whole conversations; a prompt text beside them repeats what they begin with.
         return [(chosen[:common], chosen[common:]), (rejected[:common], rejected[common:])]
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
     return [(prompt, chosen), (prompt, rejected)]
+
+
+def _answer(value: Any) -> Any:
+    """Messages in their standard form; one that stands alone as a list of it. Texts as they are."""
+    if isinstance(value, Mapping):
+        value = [value]
+    return standard_messages(value)
 
 
 def _common_text(first: str, second: str) -> int:
@@ -391,12 +266,14 @@ def _is_answer(message: Any) -> bool:
 def _rendered(
     tokenizer: Tokenizer, prompt: Any, answer: Any, row: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    if isinstance(prompt, list) and isinstance(answer, str):
-        if not answer:
-            raise UnusableRow("empty_completion", "the answer is empty")
-        answer = [{"role": "assistant", "content": answer}]
     return render_row(
-        tokenizer, {"prompt": prompt, "completion": answer, "tools": row.get("tools")}
+        tokenizer,
+        {
+            "prompt": prompt,
+            "completion": answer,
+            "tools": row.get("tools"),
+            "system": row.get("system"),
+        },
     )
 
 
@@ -406,11 +283,7 @@ def _labelled_text(
     text = row.get("text")
     if kind != "bool" and isinstance(text, str) and text and row.get("prompt") is None:
         return render_row(tokenizer, {"prompt": "", "completion": text})
-    if row.get("messages") is not None:
-        return render_row(tokenizer, row)
-    if row.get("prompt") is None or row.get("completion") is None:
-        return render_row(tokenizer, {k: v for k, v in row.items() if k != "messages"})
-    return _rendered(tokenizer, row["prompt"], row["completion"], row)
+    return render_row(tokenizer, row)
 
 
 def _step_columns(row: Mapping[str, Any]) -> tuple[list[str], list[float | None]]:
@@ -474,28 +347,3 @@ def _is_number(value: Any) -> bool:
 
 def _others(row: Mapping[str, Any], used: tuple[str, ...]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in used}
-
-
-def _split(ids: Any, mask: Any) -> tuple[Ids, Rendering]:
-    """The prompt, and ids and mask from the first trained token on."""
-    first = next((i for i, trained in enumerate(mask) if trained), len(ids))
-    return tuple(ids[:first]), (tuple(ids[first:]), tuple(mask[first:]))
-
-
-def _cut(answer: Rendering, length: int) -> Rendering:
-    length = max(length, 0)
-    return answer[0][:length], answer[1][:length]
-
-
-def _require_answer(prompt: Ids, answer: Rendering, limit: int) -> None:
-    """Something must be left to predict; the very first token of a document never is."""
-    if len(prompt) + len(answer[0]) < 2 or not any(answer[1][0 if prompt else 1 :]):
-        raise UnusableRow(
-            "too_long",
-            f"no token of the answer is left within {limit} tokens: the prompt has {len(prompt)}; "
-            "raise data.seq_len or cut the prompt by max_prompt_tokens",
-        )
-
-
-def _whole(prompt: Ids, answer: Ids, mask: Ids | None) -> Rendering:
-    return prompt + answer, (0,) * len(prompt) + ((1,) * len(answer) if mask is None else mask)

@@ -8,13 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stepwell.data.chat import UnusableRow, render_chat, render_completion
+from stepwell.data.chat import PREVIEW_HINT, UnusableRow, render_chat, render_completion
+from stepwell.data.chat_formats import STANDARD, ChatRules, standard_row
 from stepwell.data.sources.rows import Record, records
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import DataError, Dropped, nearest
+from stepwell.types import DataError, Dropped
 
-COLUMNS = ("messages", "prompt", "completion")
 NUM_EXAMPLES = 3
 DETAIL_CHARACTERS = 200
 
@@ -55,13 +55,13 @@ def build_sft_store(
     tokenizer: Tokenizer,
     folder: str | Path,
     max_rows: int | None = None,
+    rules: ChatRules = STANDARD,
 ) -> tuple[TokenStore, SFTReport]:
-    """Renders a JSONL or Parquet file of `messages`, or of `prompt` + `completion` (both text, or
-    both lists of messages), into a store with masks.
+    """Renders a JSONL or Parquet file of chat rows into a store with masks.
 
     Raises DataError for a file that cannot be read, and when no row can be used.
     """
-    return write_sft_store(islice(records(path), max_rows), tokenizer, folder, where=str(path))
+    return write_sft_store(islice(records(path), max_rows), tokenizer, folder, str(path), rules)
 
 
 def write_sft_store(
@@ -69,12 +69,13 @@ def write_sft_store(
     tokenizer: Tokenizer,
     folder: str | Path,
     where: str = "the rows",
+    rules: ChatRules = STANDARD,
 ) -> tuple[TokenStore, SFTReport]:
     report = SFTReport()
     with StoreWriter(folder, tokenizer.fingerprint, tokenizer.vocab_size, with_mask=True) as writer:
         for row in rows:
             report.rows += 1
-            rendered = row if isinstance(row, Dropped) else _rendered(tokenizer, row, where)
+            rendered = rendered_row(tokenizer, row, where, rules)
             if isinstance(rendered, Dropped):
                 report.drops.add(rendered)
                 continue
@@ -84,35 +85,33 @@ def write_sft_store(
             report.tokens += len(ids)
             report.trained_tokens += sum(mask)
         if not report.kept:
-            raise DataError(f"no row of {where} can be trained on: {summary(report.drops)}")
+            raise DataError(nothing_usable(where, report.drops))
     return TokenStore.open(folder), report
 
 
-def render_row(tokenizer: Tokenizer, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """ids and mask of a row with `messages` (and perhaps `tools`), or `prompt` and `completion`.
+def render_row(
+    tokenizer: Tokenizer, row: Mapping[str, Any], rules: ChatRules = STANDARD
+) -> tuple[list[int], list[int]]:
+    """ids and mask of a row in one of the formats of `chat_formats`.
 
-    Only the completion is trained, also when the prompt is a conversation with earlier answers.
-    Raises UnusableRow.
+    Of prompt and completion only the completion is trained, also when the prompt is a conversation
+    with earlier answers. Raises UnusableRow.
     """
-    messages, prompt, completion = (row.get(column) for column in COLUMNS)
-    tools = row.get("tools")
-    if messages is not None:
-        return render_chat(tokenizer, messages, tools)
-    if prompt is None or completion is None:
-        missing = "prompt" if prompt is None else "completion"
-        raise UnusableRow(
-            "missing_column",
-            f"a row needs `messages`, or `prompt` and `completion`: no {missing!r}"
-            f"{nearest(missing, row)}",
-        )
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return render_completion(tokenizer, prompt, completion)
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return render_chat(tokenizer, [*prompt, *completion], tools, train_from=len(prompt))
-    raise UnusableRow(
-        "wrong_type",
-        "prompt and completion must both be text or both lists of messages, not "
-        f"{type(prompt).__name__} and {type(completion).__name__}",
+    found = standard_row(row, rules)
+    if "messages" in found:
+        messages, train_from = found["messages"], 0
+    elif isinstance(found["prompt"], str):
+        return render_completion(tokenizer, found["prompt"], found["completion"], rules.train_on)
+    else:
+        messages = [*found["prompt"], *found["completion"]]
+        train_from = len(found["prompt"])
+    return render_chat(
+        tokenizer,
+        messages,
+        found["tools"],
+        train_from,
+        train_on=rules.train_on,
+        last_turn_only=rules.last_turn_only,
     )
 
 
@@ -125,10 +124,18 @@ def summary(drops: Drops) -> str:
     return "; ".join(parts) or "it has none"
 
 
-def _rendered(
-    tokenizer: Tokenizer, record: Record, where: str
+def nothing_usable(where: str, drops: Drops) -> str:
+    """What to say of rows none of which can be trained on."""
+    return f"no row of {where} can be trained on: {summary(drops)}; {PREVIEW_HINT}"
+
+
+def rendered_row(
+    tokenizer: Tokenizer, record: Record | Dropped, where: str, rules: ChatRules = STANDARD
 ) -> tuple[list[int], list[int]] | Dropped:
+    """ids and mask, or why there are none."""
+    if isinstance(record, Dropped):
+        return record
     try:
-        return render_row(tokenizer, record.values)
+        return render_row(tokenizer, record.values, rules)
     except UnusableRow as error:
         return Dropped(record.id, where, error.reason, str(error))
