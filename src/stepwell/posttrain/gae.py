@@ -48,14 +48,15 @@ def gae(
             )
     advantages, returns = np.zeros(len(rewards)), np.zeros(len(rewards))
     next_value, next_advantage, earned_since = bootstrap, 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        if not mine[t]:
-            earned_since += rewards[t]
+    tokens = zip(rewards.tolist(), values.tolist(), mine.tolist(), strict=True)
+    for t, (reward, value, by_policy) in reversed(list(enumerate(tokens))):
+        if not by_policy:
+            earned_since += reward
             continue
-        delta = rewards[t] + earned_since + gamma * next_value - values[t]
+        delta = reward + earned_since + gamma * next_value - value
         next_advantage = delta + gamma * lam * next_advantage
-        next_value, earned_since = values[t], 0.0
-        advantages[t], returns[t] = next_advantage, next_advantage + values[t]
+        next_value, earned_since = value, 0.0
+        advantages[t], returns[t] = next_advantage, next_advantage + value
     return advantages, returns
 
 

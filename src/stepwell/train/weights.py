@@ -110,12 +110,14 @@ def initial_weights(model: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Te
         weights = load_hf(model.init, parameter_shapes(stored))
     else:
         weights = checkpoint.load_weights(model.init, parameter_shapes(stored))
-    return finite_weights(_with_head(weights, model, seed), f"model.init={model.init!r}")
+    return finite_weights(with_head(weights, model, seed), f"model.init={model.init!r}")
 
 
-def _with_head(
+def with_head(
     weights: Iterable[tuple[str, Tensor]], model: ModelConfig, seed: int
 ) -> Iterator[tuple[str, Tensor]]:
+    """The weights with the heads that the model has: one that it leaves out is not passed on, a
+    score that is not there is drawn from the seed."""
     wanted = parameter_shapes(model)
     seen = set()
     for name, tensor in weights:
