@@ -169,6 +169,6 @@ def process() -> Loss:
 
 def _means(**values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     return {
-        name: (value.detach().float().sum(), torch.tensor(float(value.numel())))
+        name: (value.detach().double().sum(), value.new_tensor(value.numel(), dtype=torch.float64))
         for name, value in values.items()
     }
