@@ -8,26 +8,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepwell.eval.grade import Prompt, Verdict, Verifier, answer_seeds, verify_each
-from stepwell.generate import Request, Sampling
+from stepwell.eval.grade import Prompt, Verdict, Verifier, verify_each
+from stepwell.generate import Sampling
+from stepwell.posttrain.sampling.environments import Factory
+from stepwell.posttrain.sampling.episodes import Episode, Sampler, sample_episodes
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import Completion, ConfigError, DataError
-
-
-class Sampler(Protocol):
-    """The engine's side of sampling."""
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        tokenizer: Tokenizer | None = None,
-    ) -> list[Completion]: ...
+from stepwell.types import Completion, DataError
 
 
 class Scorer(Protocol):
@@ -128,13 +119,21 @@ class Rollouts:
             for c in g.completions
         ]
 
-    def save(self, path: str | Path) -> None:
-        """One group a line, whole or not at all; `load` gives an equal value."""
+    @property
+    def num_environment_failures(self) -> int:
+        """Samples whose environment raised or took too long."""
+        return self._count("environment_error") + self._count("environment_timeout")
+
+    def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
+        """One group a line, whole or not at all; `load` gives an equal value. about: a first line,
+        which `about` reads again."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
         try:
             with temporary.open("w", encoding="utf-8") as file:
+                if about is not None:
+                    file.write(json.dumps({"about": about}) + "\n")
                 for group in self.groups:
                     file.write(json.dumps(dataclasses.asdict(group)) + "\n")
                 file.flush()
@@ -156,12 +155,23 @@ class Rollouts:
             raise DataError(f"{path}, line {len(lines)} is not a group of rollouts: it is cut off")
         for number, line in enumerate(lines[:-1], 1):
             try:
-                groups.append(_group(json.loads(line)))
+                row = json.loads(line)
+                if number > 1 or "about" not in row:
+                    groups.append(_group(row))
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path}, line {number} is not a group of rollouts: {error}") from (
                     error
                 )
         return cls(tuple(groups))
+
+
+def about(path: Path) -> Any:
+    """The `about` that rollouts were saved with; None without one, or without the file."""
+    try:
+        with path.open("rb") as file:
+            return json.loads(file.readline()).get("about")
+    except (FileNotFoundError, ValueError, AttributeError):
+        return None
 
 
 def collect(
@@ -172,32 +182,49 @@ def collect(
     rewards: Scorer,
     tokenizer: Tokenizer,
     seed: int = 0,
-    environment: Callable[[], Any] | None = None,
+    environment: Factory | None = None,
     max_turns: int = 1,
+    max_len: int | None = None,
+    timeout_s: float = 10.0,
 ) -> Rollouts:
     """`group_size` answers to each prompt, on the engine's weights as they are now, scored.
 
     An answer's seed is drawn from (seed, the prompt's ids, its number in the group), so the same
-    prompt gets the same answers whichever rank or place in the list it has. Every rank must call
-    it together. Raises ConfigError for group_size < 1 and for prompts the model can't continue.
+    prompt gets the same answers whichever rank or place in the list it has. environment, max_turns,
+    max_len, timeout_s: as in `sample_episodes`. Every rank must call it together. Raises
+    ConfigError for group_size < 1 and for prompts the model can't continue.
     """
-    if group_size < 1:
-        raise ConfigError(f"group_size={group_size} must be at least 1")
-    if environment is not None or max_turns > 1:
-        raise ConfigError("environments are not there yet")
-    requests = [
-        Request(p * group_size + i, tuple(prompt.ids), seed=child)
-        for p, prompt in enumerate(prompts)
-        for i, child in enumerate(answer_seeds(seed, prompt.ids, group_size))
-    ]
-    completions = engine.generate(requests, sampling, tokenizer)
+    episodes = sample_episodes(
+        engine,
+        prompts,
+        group_size,
+        sampling,
+        tokenizer,
+        seed,
+        environment,
+        max_turns,
+        max_len,
+        timeout_s,
+    )
+    return scored(prompts, group_size, episodes, rewards)
+
+
+def scored(
+    prompts: Sequence[Prompt], group_size: int, episodes: Sequence[Episode], rewards: Scorer
+) -> Rollouts:
+    """Groups of episodes with their verdicts. Those that an environment failed are not scored."""
     owners = [prompt for prompt in prompts for _ in range(group_size)]
-    verdicts = rewards.score(owners, completions)
+    whole = [i for i, episode in enumerate(episodes) if episode.failure is None]
+    found = [] if not whole else rewards.score([owners[i] for i in whole], [episodes[i].completion for i in whole])
+    known = dict(zip(whole, found, strict=True))
+    verdicts = [e.verdict(known.get(i, Verdict(None))) for i, e in enumerate(episodes)]
     cuts = range(0, len(owners), group_size)
     return Rollouts(
         tuple(
             Group(
-                prompt, tuple(completions[a : a + group_size]), tuple(verdicts[a : a + group_size])
+                prompt,
+                tuple(e.completion for e in episodes[a : a + group_size]),
+                tuple(verdicts[a : a + group_size]),
             )
             for prompt, a in zip(prompts, cuts, strict=True)
         )
@@ -208,9 +235,10 @@ def _group(row: dict[str, Any]) -> Group:
     prompt = row["prompt"]
     return Group(
         Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"], prompt["item"]),
-        tuple(
-            Completion(**{k: tuple(v) if isinstance(v, list) else v for k, v in c.items()})
-            for c in row["completions"]
-        ),
+        tuple(Completion(**_with_tuples(c)) for c in row["completions"]),
         tuple(Verdict(**v) for v in row["verdicts"]),
     )
+
+
+def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
