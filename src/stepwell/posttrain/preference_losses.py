@@ -216,10 +216,11 @@ def rewards_of(config: PreferenceLoss, logps: Tensor, reference: Tensor, lengths
 
 
 def _pair_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch) -> LossSums:
-    logps, lengths = _logps(outputs, batch), _pairs(document_counts(batch))
-    reference = None
+    logps = _logps(outputs, batch)
+    dtype = logps.chosen.dtype
+    lengths, reference = _pairs(document_counts(batch).to(dtype)), None
     if config.needs_reference:
-        reference = _pairs(per_document(batch.extra[REFERENCE], batch))
+        reference = _pairs(per_document(batch.extra[REFERENCE], batch).to(dtype))
     losses = pair_losses(config, logps, reference, lengths)
     detached = PairLogps(*(x.detach() for x in logps))
     metrics = pair_metrics(config, detached, reference, lengths, losses.detach())
@@ -274,7 +275,7 @@ def _kto_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch) -> Lo
     with torch.no_grad():
         count = torch.full_like(losses_R.sum(), losses_R.numel())
         shift_R = logps_R - reference_R
-        metrics = {"loss": (losses_R.sum(), count), "kl": (kl_R.sum(), count)}
+        metrics = {"loss": (losses_R.sum(), count), "kl": (kl_R.double().sum(), count)}
         for name, mask_R in (("chosen", good_R), ("rejected", ~good_R)):
             of = mask_R.sum()
             metrics[f"rewards/{name}"] = (config.beta * shift_R[mask_R].sum(), of)
