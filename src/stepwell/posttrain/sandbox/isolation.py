@@ -1,4 +1,4 @@
-"""What a program may reach: namespaces of Linux, or (where these are forbidden) Python's audit hook.
+"""What a program may reach: Linux namespaces, or (where these are forbidden) Python's audit hook.
 
 Runs in the sandbox's own processes: standard library only.
 """

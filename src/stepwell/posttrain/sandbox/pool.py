@@ -100,7 +100,8 @@ class Sandbox:
         self._threads = ThreadPoolExecutor(num_workers, "sandbox")
 
     def run(self, program: Program, limits: Limits | None = None) -> Outcome:
-        """limits: others than the sandbox's own. Raises SandboxBroken when the sandbox itself fails, twice."""
+        """limits: others than the sandbox's own. Raises SandboxBroken when the sandbox itself
+        fails, twice."""
         for attempt in range(2):
             worker = self._take()
             try:

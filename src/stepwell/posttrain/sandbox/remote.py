@@ -177,8 +177,8 @@ class Remote:
 
 
 def run_tests(tests: str, entry_point: str, requests: int, answers: int) -> tuple[str, str]:
-    """("ok" | "wrong" | "error" | "memory" | "left" | "broken", detail) of tests against the code at
-    the other end; left: it has ended before; broken: the tests themselves cannot be run.
+    """(how they ended, detail) of tests against the code at the other end. How: as an
+    `pool.Outcome`, or "left" when the code has ended before them.
 
     The tests see the names that the code has defined, and `candidate`, the entry point. A function
     `check` of theirs is called with it, and so is each `test_...` without arguments.

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from stepwell.posttrain.sandbox import isolation
@@ -59,7 +60,7 @@ def main(level: str) -> None:
         worker = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _child(lambda: _supervise(json.loads(job), level, worker))
+            _child(partial(_supervise, json.loads(job), level, worker))
         del job
         if os.waitpid(pid, 0)[1]:
             return  # its words may be cut short, or the tests half read
