@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
+from stepwell.commands import preview
 from stepwell.commands.header import header_text, plan_of
 from stepwell.commands.inputs import counted
 from stepwell.commands.ranks import Ranks, check, ranks_of
@@ -81,7 +82,11 @@ def pretrain(argv: Sequence[str]) -> int:
 
 
 def sft(argv: Sequence[str]) -> int:
-    return _command("sft", argv)
+    words, num_shown = preview.take_option(argv)
+    if num_shown is None or "-h" in argv or "--help" in argv:
+        return _command("sft", words)
+    arguments = parse(words)
+    return preview.show(load_run("sft", arguments), num_shown, arguments.as_json)
 
 
 def grpo(argv: Sequence[str]) -> int:
@@ -292,6 +297,7 @@ def help_text(method: str) -> str:
         "  --fresh     remove what an earlier run left in --dir, and start over",
         "  --check     say what the run is and how much memory it will need, without starting",
         "  --json      print the result as one JSON object",
+        *([preview.HELP] if method == "sft" else []),
         "",
         "Keys (docs/config.md explains them), with type and default:",
     ]
@@ -327,6 +333,8 @@ def default_text(value: Any) -> str:
         return str(value).lower()
     if value in ((), {}):
         return "[]" if value == () else "{}"
+    if isinstance(value, tuple):
+        return json.dumps(value)
     return str(value)
 
 

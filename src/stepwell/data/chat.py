@@ -168,26 +168,33 @@ def check_mask(mask: Sequence[int], has_prompt: bool) -> None:
     if not any(mask):
         raise UnusableRow(
             "mask_all_zeros",
-            f"the loss mask is all zeros: there is no token to train on ({PREVIEW_HINT})",
+            "the loss mask is all zeros: there is no token of a role that is trained "
+            f"(method.train_on); {PREVIEW_HINT}",
         )
     if has_prompt and all(mask):
         raise UnusableRow(
             "mask_all_ones",
             "the loss mask is all ones although there is a prompt: the template's generation "
-            f"marks cover it ({PREVIEW_HINT})",
+            f"marks cover it; {PREVIEW_HINT}",
         )
 
 
 def preview(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int]) -> Text:
     """The tokens as coloured text: trained ones bold green, the others dim."""
     text = Text()
-    start = 0
+    for part, is_trained in parts(tokenizer, ids, mask):
+        text.append(part, style="bold green" if is_trained else "dim")
+    return text
+
+
+def parts(tokenizer: Tokenizer, ids: Sequence[int], mask: Sequence[int]) -> list[tuple[str, bool]]:
+    """The text in runs that are trained and runs that are not."""
+    found, start = [], 0
     for i in range(1, len(ids) + 1):
         if i == len(ids) or bool(mask[i]) != bool(mask[start]):
-            style = "bold green" if mask[start] else "dim"
-            text.append(tokenizer.decode(ids[start:i]), style=style)
+            found.append((tokenizer.decode(ids[start:i]), bool(mask[start])))
             start = i
-    return text
+    return found
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from stepwell.data.chat_template import UnusableRow
+from stepwell.sections.chat import ChatFormat
+from stepwell.sections.methods import SFT
 from stepwell.types import nearest
 
-ChatFormat = Literal["auto", "messages", "prompt-completion", "alpaca", "sharegpt"]
 # What other data sets call the roles that templates know.
 ROLES = {
     "human": "user",
@@ -53,6 +54,17 @@ class ChatRules:
 
 
 STANDARD = ChatRules()
+
+
+def chat_rules(method: SFT) -> ChatRules:
+    """How the run's rows are read and masked."""
+    return ChatRules(
+        format=method.format,
+        columns=method.columns.named(),
+        roles={theirs: ours for ours, theirs in method.roles.named().items()},
+        train_on=method.train_on,
+        last_turn_only=method.last_turn_only,
+    )
 
 
 def standard_row(row: Mapping[str, Any], rules: ChatRules = STANDARD) -> dict[str, Any]:

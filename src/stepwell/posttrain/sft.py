@@ -15,6 +15,7 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
+from stepwell.data.chat_formats import chat_rules
 from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
@@ -106,7 +107,7 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
     method = run.method
     assert isinstance(method, SFT)
     folder = Path(run.dir) / name
-    origin = rows_origin(path, tokenizer, method.max_rows)
+    origin = rows_origin(path, tokenizer, method)
     note = folder.with_name(f"{name}.origin.json")
     known = json.loads(note.read_text("utf-8")) if note.exists() else None
     counts = known.pop("counts", None) if known is not None else None
@@ -125,7 +126,9 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
     # The note comes first: after a kill the folder is known to be ours.
     note.write_text(json.dumps(origin), "utf-8")
     try:
-        store, report = build_sft_store(Path(path), tokenizer, folder, method.max_rows)
+        store, report = build_sft_store(
+            Path(path), tokenizer, folder, method.max_rows, chat_rules(method)
+        )
     except DataError:
         note.unlink()
         raise
@@ -170,7 +173,7 @@ def check_lengths(store: TokenStore, path: str, seq_len: int) -> None:
     )
 
 
-def rows_origin(path: str, tokenizer: Tokenizer, max_rows: int | None) -> dict[str, Any]:
+def rows_origin(path: str, tokenizer: Tokenizer, method: SFT) -> dict[str, Any]:
     """What rendered rows depend on. Raises DataError for a file that cannot be read."""
     try:
         with open(path, "rb") as file:
@@ -181,7 +184,12 @@ def rows_origin(path: str, tokenizer: Tokenizer, max_rows: int | None) -> dict[s
         "file": digest,
         "tokenizer": tokenizer.fingerprint,
         "chat template": tokenizer.chat_template,
-        "max_rows": max_rows,
+        "max_rows": method.max_rows,
+        "format": method.format,
+        "columns": method.columns.named(),
+        "roles": method.roles.named(),
+        "train_on": list(method.train_on),
+        "last_turn_only": method.last_turn_only,
     }
 
 

@@ -2,7 +2,8 @@
 
 Class variables say what a method's steps are made of, so that rules about runs need not list
 methods: `row_steps`, a step takes train.global_batch_rows rows; `evaluates`, held-out data are
-scored during training; `heldout_rows`, these may be rows like those of data.path.
+scored during training; `heldout_rows`, these may be rows like those of data.path; `shows_loss`, the
+loss says how training goes.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from stepwell.schema import (
     Positive,
     Section,
 )
+from stepwell.sections.chat import ChatColumns, ChatFormat, ChatRole, RoleNames
 
 
 class MethodSection(Section):
     row_steps: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     heldout_rows: ClassVar[bool] = False
+    shows_loss: ClassVar[bool] = True
 
 
 class Pretrain(MethodSection):
@@ -38,7 +41,9 @@ class Pretrain(MethodSection):
 
 class SFT(MethodSection):
     """epochs bounds the run together with train.steps: whichever ends first (None: steps only).
-    neftune_alpha: noise on the embeddings while training (NEFTune, 2310.05914; 0: none)."""
+    neftune_alpha: noise on the embeddings while training (NEFTune, 2310.05914; 0: none).
+    format, columns, roles: how rows are read (docs/chat-data.md). train_on: the roles whose
+    messages are trained; last_turn_only: of these only the last one of a conversation."""
 
     row_steps: ClassVar[bool] = True
     evaluates: ClassVar[bool] = True
@@ -48,6 +53,21 @@ class SFT(MethodSection):
     epochs: Above0 | None = None
     max_rows: Positive | None = None
     neftune_alpha: AtLeast0 = 0.0
+    format: ChatFormat = "auto"
+    columns: ChatColumns = ChatColumns()
+    roles: RoleNames = RoleNames()
+    train_on: tuple[ChatRole, ...] = ("assistant",)
+    last_turn_only: Flag = False
+
+    @model_validator(mode="after")
+    def _rules(self) -> SFT:
+        if not self.train_on or len(set(self.train_on)) < len(self.train_on):
+            raise ValueError(
+                f"method.train_on={list(self.train_on)} must name at least one role, and none "
+                "twice; the nearest legal value is "
+                f"{list(dict.fromkeys(self.train_on)) or ['assistant']}"
+            )
+        return self
 
 
 PairLoss = Literal["dpo", "robust", "ipo", "hinge", "kto", "simpo", "cpo", "orpo", "dpop"]
@@ -272,6 +292,8 @@ class SampledMethod(MethodSection):
     each time.
     """
 
+    shows_loss: ClassVar[bool] = False
+
     prompts_per_step: Positive = 16
     group_size: Positive = 8
     max_new_tokens: Positive = 64
@@ -315,20 +337,23 @@ Estimator = Literal["k1", "k2", "k3", "unbiased"]
 class GRPO(SampledMethod):
     """Group-relative policy optimisation (2402.03300) and its relatives.
 
-    advantage: std, the group's sample standard deviation; none (Dr. GRPO, 2503.20783); batch-std;
-    leave-one-out (RLOO, 2402.14740); reinforce++ (2501.03262); maxrl (by the group's mean reward).
-    aggregate: mean over all tokens (DAPO, 2503.14476), over answers, or by the constant
-    max_new_tokens (Dr. GRPO). objective: clip (PPO's), cispo (2506.13585), gspo (2507.18071).
-    dual_clip: 0, or the bound c > 1 of 1912.09729. kl_coef: of the divergence from the reference,
-    in the loss or the reward. entropy_coef: of the entropy that is added. overlong: mask leaves
-    answers out that were cut off; overlong_cache: the last tokens before max_new_tokens are
-    punished linearly (0: none). dynamic_sampling: groups of equal rewards are replaced by others,
-    in at most max_refills further rollouts. reference: as in ppo.
+    advantage: std, the group's sample standard deviation; population-std; none (Dr. GRPO,
+    2503.20783); batch-std (2508.08221); leave-one-out (RLOO, 2402.14740); reinforce++ (2501.03262);
+    maxrl, by the group's mean reward (2602.02710). aggregate: mean over all tokens (DAPO,
+    2503.14476), over answers, or by the constant max_new_tokens (Dr. GRPO). objective: clip
+    (PPO's), cispo (2506.13585), gspo (2507.18071). dual_clip: 0, or the bound c > 1 of 1912.09729.
+    kl_coef: of the divergence from the reference, in the loss or the reward (there summed over an
+    answer's tokens). entropy_coef: of the entropy that is added. overlong: mask leaves answers out
+    of the loss that were cut off; overlong_cache: answers are punished for the last so many tokens
+    before max_new_tokens, linearly up to -1 (0: none). dynamic_sampling: groups of equal rewards
+    are replaced by others, in at most max_refills further rollouts. reference: as in ppo.
     """
 
     kind: Literal["grpo"] = "grpo"
     group_size: Annotated[int, Field(strict=True, ge=2)] = 8
-    advantage: Literal["std", "none", "batch-std", "leave-one-out", "reinforce++", "maxrl"] = "std"
+    advantage: Literal[
+        "std", "population-std", "none", "batch-std", "leave-one-out", "reinforce++", "maxrl"
+    ] = "std"
     aggregate: Literal["token", "sequence", "constant"] = "token"
     objective: Literal["clip", "cispo", "gspo"] = "clip"
     clip_low: Fraction = 0.2
@@ -349,6 +374,21 @@ class GRPO(SampledMethod):
         if 0 < self.dual_clip <= 1:
             raise ValueError(
                 f"method.dual_clip={self.dual_clip:g} must be above 1 (3 is usual), or 0 for none"
+            )
+        if self.dual_clip and self.objective == "cispo":
+            raise ValueError(
+                f"method.dual_clip={self.dual_clip:g} bounds clipped objectives, and "
+                "method.objective='cispo' is none; the nearest legal value is 0"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "unbiased":
+            raise ValueError(
+                "method.kl_estimator='unbiased' is a term of the loss; with method.kl_in='reward' "
+                "take 'k1', whose policy gradient is the divergence's"
+            )
+        if self.overlong_cache > self.max_new_tokens:
+            raise ValueError(
+                f"method.overlong_cache={self.overlong_cache} exceeds method.max_new_tokens="
+                f"{self.max_new_tokens}; the nearest legal value is {self.max_new_tokens}"
             )
         return self
 
