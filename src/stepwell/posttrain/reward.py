@@ -14,8 +14,7 @@ from stepwell.data.sft_data import Drops
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.reward_heldout import evaluate
 from stepwell.posttrain.reward_losses import reward_loss
-from stepwell.posttrain.reward_rows import Rows, load_rows, pack, rows_of_step
-from stepwell.posttrain.sft import rows_origin
+from stepwell.posttrain.reward_rows import Rows, load_rows, pack, rows_of_step, rows_origin
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import hold_folder, join, on_main, open_session
@@ -53,7 +52,7 @@ def _train(
 ) -> int:
     method = run.method
     assert isinstance(method, RewardModel)
-    origin = on_main(lambda: rows_origin(path, tokenizer, method.max_rows), mesh)
+    origin = on_main(lambda: rows_origin(run, path, tokenizer), mesh)
     rows, drops = load_rows(run, path, tokenizer)
     events = [data_event(path, rows, drops)]
     run = with_steps(run, len(rows))

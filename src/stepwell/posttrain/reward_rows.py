@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
+from stepwell.data.files import file_sha256
 from stepwell.data.order import permute
 from stepwell.data.pair_packing import pack_labelled, pack_pairs, pack_steps
 from stepwell.data.preference import (
@@ -45,6 +47,24 @@ def load_rows(run: Run, path: str, tokenizer: Tokenizer) -> tuple[Rows, Drops]:
         return load_labelled(path, tokenizer, length, cut, most, "number")
     classes = max(run.model.num_labels, 2)
     return load_labelled(path, tokenizer, length, cut, most, "class", classes)
+
+
+def rows_origin(run: Run, path: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the rows and their order depend on. Raises DataError for a file that cannot be read."""
+    method = run.method
+    assert isinstance(method, RewardModel)
+    try:
+        digest = file_sha256(path)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    shape = ("objective", "max_rows", "max_length", "max_prompt_tokens", "step_separator")
+    return {
+        "file": digest,
+        "tokenizer": tokenizer.fingerprint,
+        "chat template": tokenizer.chat_template,
+        "data.seq_len": run.data.seq_len,
+        **{f"method.{key}": getattr(method, key) for key in shape},
+    }
 
 
 def check_margins(pairs: Sequence[Pair], path: str) -> None:
