@@ -29,6 +29,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"model.tied": False, "model.family": "qwen3", "model.qk_norm": True},
     "qwen2": {"model.family": "qwen2", "model.qkv_bias": True},
     "mistral": {"model.family": "mistral", "model.sliding_window": 5, "model.tied": False},
+    "lora": {"lora.rank": 3, "lora.dropout": 0.2},
+    "dora": {
+        "model.family": "qwen2",
+        "model.qkv_bias": True,
+        "lora.rank": 4,
+        "lora.dora": True,
+        "lora.rslora": True,
+        "lora.dropout": 0.2,
+    },
+    "qlora": {"model.tied": False, "lora.rank": 3, "lora.quantize": "nf4", "lora.dora": True},
 }
 FREE = ("layout.", "remat.", "offload.", "train.micro_batch_rows", "optim.release_gradients")
 
@@ -133,6 +143,24 @@ LAYOUTS = [
     _layout("zero=3", 2, "mistral", offload__optimizer=True),
     _layout("zero=3", 2, "qwen3", offload__parameters=True),
     _layout("tp=2 zero=2", 4, "untied", offload__activations=True),
+    # adapters
+    _layout("zero=3", 2, "lora", train__micro_batch_rows=2),
+    _layout("tp=2", 2, "lora", remat__mode="selective"),
+    _layout("tp=2", 2, "dora"),
+    _layout("tp=4", 4, "dora", remat__mode="full"),
+    _layout("zero=1", 3, "dora"),
+    _layout("cp=2", 2, "lora"),
+    _layout("cp=2 tp=2", 4, "dora", train__micro_batch_rows=2),
+    _layout("pp=2", 2, "lora"),
+    _layout("pp=2 zero=3", 4, "qlora", remat__mode="full"),
+    _layout("zero=2 replicate=2", 4, "qlora", train__micro_batch_rows=2),
+    _layout("pp=2 schedule=zbv stages=2 reshard=never", 2, "dora"),
+    _layout("pp=2 schedule=zbv stages=2 reshard=never", 2, "qlora"),
+    _layout("zero=3", 2, "lora", offload__optimizer=True),
+    _layout("zero=3", 2, "qlora", offload__parameters=True),
+    _layout("pp=2 tp=2", 4, "dora", quick=False),
+    _layout("tp=2 zero=3", 8, "lora", quick=False),
+    _layout("pp=2 cp=2 zero=1", 8, "qlora", quick=False),
 ]
 
 

@@ -90,14 +90,16 @@ def take_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     stats = engine.forward_backward(batch, cross_entropy(engine.run.loss))
     found = {"loss": torch.tensor(stats.loss, dtype=torch.float64)}
     for name, parameter in engine.named_parameters():
-        assert parameter.grad is not None, f"{name} has no gradient"
-        found[f"grad/{name}"] = full(parameter.grad)
+        assert (parameter.grad is not None) == parameter.requires_grad, f"{name}: {parameter.grad}"
+        if parameter.grad is not None:
+            found[f"grad/{name}"] = full(parameter.grad)
     parameters = [parameter for _, parameter in engine.named_parameters()]
     found["norm"] = torch.tensor(grad_norm(parameters, engine.mesh.pp_group), dtype=torch.float64)
     info = engine.optim_step()
     assert not info.skipped
     assert info.grad_norm == found["norm"].item()
-    found |= {f"weight/{name}": value for name, value in engine.iter_state()}
+    apart = engine.iter_state(merged=False)
+    found |= {f"weight/{name}": value for name, value in apart}
     found |= {f"state/{k}": full(v) for k, v in engine.optimizer.state_dict().items()}
     return found
 

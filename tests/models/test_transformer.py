@@ -5,8 +5,9 @@ import torch
 
 from stepwell.models.axes import AXES, axes_of
 from stepwell.models.flops import parameter_shapes
+from stepwell.models.lora_shapes import adapter_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions, init_rule
-from stepwell.sections.model import ModelConfig
+from stepwell.sections.model import LoraConfig, ModelConfig
 
 SMALL = ModelConfig(
     vocab_size=61, num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48
@@ -45,6 +46,8 @@ def test_every_parameter_has_axes_of_its_rank_and_a_planned_shape(family):
 
 def test_no_row_of_axes_is_dead():
     names = [n for cfg in FAMILIES.values() for n in dict(Decoder(cfg).named_parameters())]
+    names += dict(Decoder(SMALL.model_copy(update={"head": "both"})).named_parameters())
+    names += adapter_shapes(SMALL, LoraConfig(rank=2, dora=True))
     used = {row for row in AXES for n in names if axes_of(n) is AXES[row]}
     assert used == set(AXES)
 

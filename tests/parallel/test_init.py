@@ -95,8 +95,8 @@ def test_rule_decides_and_wrappers_do_not_change_names():
     assert model[1].weight.tolist() == [1.0] * 6
     assert model[0].bias.tolist() == [0.0] * 6
     assert torch.equal(model[0].weight, normal_(torch.empty(6, 4), 1, "0.weight", 0.5))
-    with pytest.raises(ValueError, match="unknown rule 'uniform'"):
-        init_parameters(model, 1, lambda name, shape: ("uniform", 1.0))
+    with pytest.raises(ValueError, match="unknown rule 'triangular'"):
+        init_parameters(model, 1, lambda name, shape: ("triangular", 1.0))
     assert global_name("blocks.0._checkpoint_wrapped_module._orig_mod.w") == "blocks.0.w"
 
 

@@ -217,13 +217,14 @@ class Attention(nn.Module):
     def forward(self, x_ND: Tensor, context: Context) -> Tensor:
         x_ND = all_gather(x_ND, context.tp)
         q_NHE, k_NKE, v_NKE = (
-            w(x_ND).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+            w(x_ND, context.keys_N).unflatten(-1, (-1, self.head_dim))
+            for w in (self.wq, self.wk, self.wv)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q_NHE, k_NKE = self.q_norm(q_NHE, context.tp), self.k_norm(k_NKE, context.tp)
         q_NHE, k_NKE = (apply_rope(x, context.cos, context.sin) for x in (q_NHE, k_NKE))
         out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context)
-        return reduce_scatter(self.wo(out_NHE.flatten(1)), context.tp)
+        return reduce_scatter(self.wo(out_NHE.flatten(1), context.keys_N), context.tp)
 
     def _attend(self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, context: Context) -> Tensor:
         cp = context.cp

@@ -27,6 +27,18 @@ AXES: dict[str, tuple[str, ...]] = {
     "score.weight": ("labels", "embed"),
 }
 
+# Of each matrix in the blocks, its adapter (models.lora_shapes). No axis divides a rank.
+AXES |= {
+    f"{pattern.removesuffix('.weight')}.{leaf}": axes
+    for pattern, (rows, *columns) in list(AXES.items())
+    if pattern.startswith("blocks.") and columns
+    for leaf, axes in (
+        ("lora_magnitude", (rows,)),
+        ("lora_a.weight", ("rank", *columns)),
+        ("lora_b.weight", (rows, "rank")),
+    )
+}
+
 # What tensor ranks divide; a parameter has at most one of them.
 DIVIDED = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 

@@ -34,13 +34,15 @@ class ContextRanks(NamedTuple):
 class Context(NamedTuple):
     """What the tokens of a micro-batch share in every block. cos, sin (N, 1, E/2): their rotary
     angles; cu_seqlens: borders of their documents, with cp of those in the full rows; tp, cp: the
-    ranks of the tensor and the context axis."""
+    ranks of the tensor and the context axis; keys_N: what adapters' dropout knows them by, None
+    where nothing is dropped."""
 
     cos: Tensor
     sin: Tensor
     cu_seqlens: Tensor
     tp: dist.ProcessGroup | None = None
     cp: ContextRanks | None = None
+    keys_N: Tensor | None = None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -73,15 +75,26 @@ class Linear(nn.Linear):
     fp8: Fp8 | None = None
     rows: SharedRows | None = None
 
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+    def forward(self, input: Tensor, keys_N: Tensor | None = None) -> Tensor:
+        """keys_N: for the dropout of adapters (`models/lora`), of which a plain layer has none."""
+        return self.with_bias(self.product(input))
+
+    def product(self, input: Tensor) -> Tensor:
+        """x W^T."""
+        weight = local(self.weight)
         if self.rows is not None:
-            weight, bias = self.rows.of(weight), None if bias is None else self.rows.of(bias)
-        bias = None if bias is None else bias.to(input.dtype)
+            weight = self.rows.of(weight)
         if self.fp8 is not None:
-            product = fp8_linear(input, weight, self.fp8)
-            return product if bias is None else product + bias
-        return F.linear(input, weight.to(input.dtype), bias)
+            return fp8_linear(input, weight, self.fp8)
+        return F.linear(input, weight.to(input.dtype))
+
+    def with_bias(self, product: Tensor) -> Tensor:
+        if self.bias is None:
+            return product
+        bias = local(self.bias)
+        if self.rows is not None:
+            bias = self.rows.of(bias)
+        return product + bias.to(product.dtype)
 
 
 def embed(
@@ -123,8 +136,9 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight, scale = ctx.saved_tensors
         normed, wide = upcast(x) * scale, upcast(grad)
-        product = wide * normed
-        grad_weight = product.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
+        product, grad_weight = wide * normed, None
+        if ctx.needs_input_grad[1]:
+            grad_weight = product.sum(tuple(range(x.dim() - 1))).to(weight.dtype)
         along = product.mul_(weight).mean(-1, keepdim=True)
         grad_x = (wide * weight).addcmul_(normed, along, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight, None
@@ -209,5 +223,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_ND: Tensor, context: Context) -> Tensor:
         x_ND = all_gather(x_ND, context.tp)
-        y_ND = self.w_down(F.silu(self.w_gate(x_ND)) * self.w_up(x_ND))
+        keys_N = context.keys_N
+        hidden_NF = F.silu(self.w_gate(x_ND, keys_N)) * self.w_up(x_ND, keys_N)
+        y_ND = self.w_down(hidden_NF, keys_N)
         return reduce_scatter(y_ND, context.tp)

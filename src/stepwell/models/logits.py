@@ -253,7 +253,7 @@ class _TokenStats(torch.autograd.Function):
         if inside is not None:  # what was kept are probabilities within this rank's part
             coefficients = coefficients._replace(prob=coefficients.prob * inside)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = None
+        grad_weight, trains_head = None, ctx.needs_input_grad[1]
         for i, part in enumerate(_parts(hidden.shape[0], chunk)):
             values = kept[i] if kept else hidden[part] @ head.t()
             if kept and in_halves:
@@ -270,12 +270,13 @@ class _TokenStats(torch.autograd.Function):
                     None if owned is None else owned[part][rows],
                 )
             torch.mm(values, head, out=grad_hidden[part])
-            product = values.t() @ hidden[part]
-            if grad_weight is None:
-                grad_weight = product.to(weight.dtype)
-            else:
-                grad_weight += product
-            del product
+            if trains_head:
+                product = values.t() @ hidden[part]
+                if grad_weight is None:
+                    grad_weight = product.to(weight.dtype)
+                else:
+                    grad_weight += product
+                del product
             if kept:
                 kept[i] = None
         return grad_hidden, grad_weight, *[None] * 9

@@ -68,7 +68,9 @@ class ForwardOptions:
     tp: the ranks of the tensor axis, if there is one; between the sublayers each then has N / tp
     tokens, in order (sequence parallelism, 2205.05198), and all have the whole outputs.
     cp: the ranks that each have some tokens of the rows, if there are several; inputs and outputs
-    are then this rank's tokens, and cu_seqlens the borders in the full rows."""
+    are then this rank's tokens, and cu_seqlens the borders in the full rows.
+    keys_N: what the dropout of adapters knows this rank's tokens by (before tp divides them); None:
+    nothing is dropped."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -79,6 +81,7 @@ class ForwardOptions:
     in_halves: bool = False
     tp: dist.ProcessGroup | None = None
     cp: ContextRanks | None = None
+    keys_N: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class Decoder(nn.Module):
         x_ND = self._embed(inputs, options) if self.piece.first else inputs
         frequencies = rope_frequencies(self.cfg, positions_BT.device)
         cos, sin = rope_angles(positions_BT.flatten(), frequencies)
-        context = Context(cos, sin, cu_seqlens, options.tp, options.cp)
+        context = Context(cos, sin, cu_seqlens, options.tp, options.cp, options.keys_N)
         for segment in self.segments:
             x_ND = self._segment(segment, x_ND, context)
         if not self.piece.last:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stepwell.config import Run
 from stepwell.models.transformer import Decoder
+from stepwell.parallel.adapters import lay_out_adapters
 from stepwell.parallel.fsdp import apply_fsdp
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.precision import apply_fp8
@@ -18,6 +19,7 @@ def parallelize(decoder: Decoder, mesh: Mesh, run: Run) -> Decoder:
     Its parameters are uninitialised afterwards. Returns the same module; names do not change.
     """
     apply_tensor_parallel(decoder, mesh, run.model)
+    lay_out_adapters(decoder, mesh, run)
     apply_fp8(decoder, mesh, run)
     piece = decoder.piece
     decoder.segments = segments_of(run, mesh.sizes, piece.start, piece.stop)

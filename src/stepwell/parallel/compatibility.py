@@ -54,6 +54,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "offload activations": {"offload.activations": True},
     "fp16": {"precision.compute": "fp16"},
     "fp8": {"precision.fp8.recipe": "tensorwise"},
+    "LoRA": {"lora.rank": 16},
+    "QLoRA": {"lora.rank": 16, "lora.quantize": "nf4"},
     "muon": {"optim.kind": "muon"},
     "adamw8bit": {"optim.kind": "adamw8bit"},
     "release gradients": {

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Rule = tuple[str, float] | Literal["ones", "zeros"]
+Values = Callable[[Tensor, tuple[int, int]], Tensor]
 
 # In cache on a CPU; enough work for each kernel on a GPU. About 100 bytes an element are in use.
 _CHUNK_ELEMENTS = {"cpu": 1 << 15, "cuda": 1 << 22}
@@ -35,26 +36,42 @@ def global_name(name: str) -> str:
 def init_parameters(module: nn.Module, seed: int, rule: Callable[[str, torch.Size], Rule]) -> None:
     """Fills every parameter of `module` in place: plain tensors and DTensors alike.
 
-    `rule(name, global_shape)` gives ("normal", standard deviation), "ones" or "zeros" (or a pair
-    whose second part is then ignored). Normal values are rounded to float32 whatever the
-    parameter's dtype, so float64 runs start from the same weights. Raises ValueError for another
-    kind.
+    `rule(name, global_shape)` gives ("normal", standard deviation), ("uniform", bound), "ones" or
+    "zeros" (or a pair whose second part is then ignored). Drawn values are rounded to float32
+    whatever the parameter's dtype, so float64 runs start from the same weights. Raises ValueError
+    for another kind.
     """
     for name, parameter in module.named_parameters():
         name = global_name(name)
-        found = rule(name, parameter.shape)
-        kind, std = found if isinstance(found, tuple) else (found, 0.0)
-        if kind == "normal":
-            normal_(parameter, seed, name, std)
-        elif kind in ("ones", "zeros"):
-            local_part(parameter).fill_(1.0 if kind == "ones" else 0.0)
-        else:
-            raise ValueError(f"{name}: unknown rule {kind!r}; known: normal, ones, zeros")
+        init_parameter(parameter, seed, name, rule(name, parameter.shape))
+
+
+def init_parameter(parameter: Tensor, seed: int, name: str, found: Rule) -> None:
+    """`init_parameters` of one, whose global name is given."""
+    kind, size = found if isinstance(found, tuple) else (found, 0.0)
+    if kind == "normal":
+        normal_(parameter, seed, name, size)
+    elif kind == "uniform":
+        uniform_(parameter, seed, name, size)
+    elif kind in ("ones", "zeros"):
+        local_part(parameter).fill_(1.0 if kind == "ones" else 0.0)
+    else:
+        raise ValueError(f"{name}: unknown rule {kind!r}; known: normal, uniform, ones, zeros")
+
+
+def normal_(parameter: Tensor, seed: int, name: str, std: float) -> Tensor:
+    """Fills `parameter` (or this rank's shard of it) with N(0, std^2) values, in place."""
+    return _fill(parameter, seed, name, lambda index, keys: standard_normal(index, keys) * std)
+
+
+def uniform_(parameter: Tensor, seed: int, name: str, bound: float) -> Tensor:
+    """Fills `parameter` (or this rank's shard of it) with U(-bound, bound) values, in place."""
+    return _fill(parameter, seed, name, lambda index, keys: (2 * uniform(index, keys) - 1) * bound)
 
 
 @torch.no_grad()
-def normal_(parameter: Tensor, seed: int, name: str, std: float) -> Tensor:
-    """Fills `parameter` (or this rank's shard of it) with N(0, std^2) values, in place."""
+def _fill(parameter: Tensor, seed: int, name: str, values: Values) -> Tensor:
+    """values: of flat indices in the whole parameter, from its keys."""
     local = local_part(parameter)
     shape, offset = _place(parameter)
     filled = (
@@ -68,8 +85,8 @@ def normal_(parameter: Tensor, seed: int, name: str, std: float) -> Tensor:
     for start in range(0, flat.numel(), step):
         stop = min(start + step, flat.numel())
         index = torch.arange(start, stop, dtype=torch.int64, device=local.device)
-        values = standard_normal(global_index(index, local.shape, shape, offset), keys)
-        flat[start:stop] = (values * std).to(torch.float32).to(flat.dtype)
+        found = values(global_index(index, local.shape, shape, offset), keys)
+        flat[start:stop] = found.to(torch.float32).to(flat.dtype)
     if filled is not local:
         local.copy_(filled)
     return parameter
@@ -86,10 +103,14 @@ def stream_keys(seed: int, name: str) -> tuple[int, int]:
 
 def standard_normal(index: Tensor, keys: tuple[int, int]) -> Tensor:
     """float64 N(0, 1) values of the flat global indices `index` (int64)."""
+    return torch.erfinv(uniform(index, keys) * 2.0 - 1.0) * math.sqrt(2.0)
+
+
+def uniform(index: Tensor, keys: tuple[int, int]) -> Tensor:
+    """float64 values between 0 and 1, neither of them, as `standard_normal`."""
     bits = _mix(_mix(index * _signed(0x9E3779B97F4A7C15) + keys[0]) ^ keys[1])
     # 52 bits, not 53: with 53 the largest midpoint would round to 1.0, whose normal is infinite.
-    uniform = (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
-    return torch.erfinv(uniform * 2.0 - 1.0) * math.sqrt(2.0)
+    return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def global_index(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from stepwell.config import Run
 from stepwell.models.transformer import Decoder, Piece
+from stepwell.parallel.adapters import named_tensors
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.init import global_name, local_part
 from stepwell.parallel.mesh import Mesh, all_gather_objects
@@ -115,6 +116,7 @@ class Pipeline:
         self.stages = stages_of_rank(mesh.place.pp, run.layout)
         self.last_rank = rank_of_stage(num_stages(run.layout) - 1, run.layout)
         self.tied = run.model.shares_embedding
+        self.trains_embedding = run.lora.rank == 0
         self.checked = False
         self._built: dict[bool, tuple[tuple[int, int], list[Any], list[_Stage]]] = {}
 
@@ -165,20 +167,27 @@ class Pipeline:
 
     @torch.no_grad()
     def iter_full(self, shapes: dict[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model in its order, whole, on every rank, one at a time."""
-        owners = self._owners()
-        mine = {name: p for _, name, p in self.named_parameters()}
+        """Every tensor of the model's state in its order, whole, on every rank, one at a time."""
+        owners, mine = self._owners(), self._named_tensors()
         for name, shape in shapes.items():
-            owner = owners[name]
+            owner, dtype = owners[name]
             if owner == self.mesh.place.pp:
-                parameter = mine[name]
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                tensor = mine[name]()
+                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 full = full.detach().to(self.mesh.device).contiguous()
             else:
-                dtype = next(iter(mine.values())).dtype
                 full = torch.empty(shape, dtype=dtype, device=self.mesh.device)
             dist.broadcast(full, self._global(owner), self.group)
             yield name, full
+
+    def _named_tensors(self) -> dict[str, Callable[[], Tensor]]:
+        """Name -> how this rank gets the tensor, without copies."""
+        return {
+            global_name(name): tensor
+            for piece in self.pieces
+            for name, tensor in named_tensors(piece)
+            if not is_copy(piece.piece, global_name(name))
+        }
 
     def named_parameters(self) -> Iterator[tuple[Decoder, str, nn.Parameter]]:
         """(piece, global name, parameter), without copies."""
@@ -297,7 +306,7 @@ class Pipeline:
 
     def _collect_tied_gradient(self) -> None:
         """Adds the copy's gradient to the owner's."""
-        if not self.tied:
+        if not (self.tied and self.trains_embedding):
             return
         owner, copy = self._tied()
         if owner is not None and copy is not None:
@@ -338,10 +347,11 @@ class Pipeline:
                 f"layout.pp_schedule={self.layout.pp_schedule!r}: {', '.join(found[:5])}"
             )
 
-    def _owners(self) -> dict[str, int]:
-        """Name -> pipeline rank of its owner."""
-        names = self.gather([name for _, name, _ in self.named_parameters()])
-        return {name: rank for rank, mine in enumerate(names) for name in mine}
+    def _owners(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Name -> pipeline rank of its owner, and what it is there."""
+        mine = {name: tensor().dtype for name, tensor in self._named_tensors().items()}
+        ranks = enumerate(self.gather(mine))
+        return {name: (rank, dtype) for rank, found in ranks for name, dtype in found.items()}
 
     def _global(self, pp_rank: int) -> int:
         return dist.get_global_rank(self.group, pp_rank)

@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from stepwell.config import Run
-from stepwell.parallel import fp8_layers, lever_rules, pipeline_rules, remat
+from stepwell.parallel import adapter_rules, fp8_layers, lever_rules, pipeline_rules, remat
 from stepwell.parallel.remedies import (
     RANKS,
     Change,
@@ -309,6 +309,18 @@ RULES: tuple[Rule, ...] = (
         "whole gradients",
         "The shadow check and fp16's overflow look at all gradients of a step.",
         fp8_layers.needs_whole_gradients,
+    ),
+    Rule("adapters' layers", "A pattern names a layer.", adapter_rules.targets),
+    Rule("adapters' rank", "An adapter is smaller than its matrix.", adapter_rules.rank),
+    Rule(
+        "4 bits",
+        "A block of 64 values of the whole matrix has one scale, and products are in 16 bits.",
+        adapter_rules.four_bits,
+    ),
+    Rule(
+        "adapters in a pipeline",
+        "The first stage and every rank have something to train.",
+        adapter_rules.stages,
     ),
     Rule("recomputation budget", "Activations fit into remat.budget_bytes.", remat.broken_budget),
     Rule(

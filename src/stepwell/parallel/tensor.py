@@ -41,8 +41,8 @@ def apply_tensor_parallel(decoder: nn.Module, mesh: Mesh, cfg: ModelConfig) -> n
         laid_out = distribute_tensor(parameter.detach(), axis, [placement], src_data_rank=None)
         module = decoder.get_submodule(owner)
         setattr(module, leaf, nn.Parameter(laid_out, parameter.requires_grad))
-        if "kv_heads" in axes_of(name) and placement.is_replicate():
-            assert isinstance(module, Linear)
+        shares_heads = "kv_heads" in axes_of(name) and placement.is_replicate()
+        if shares_heads and isinstance(module, Linear):
             start = mesh.place.tp * cfg.num_kv_heads // tp * cfg.head_dim
             module.rows = SharedRows(mesh.tp_group, start, start + cfg.head_dim)
     logging.getLogger("torch.distributed.tensor._redistribute").addFilter(_not_about_order)

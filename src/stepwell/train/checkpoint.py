@@ -100,16 +100,17 @@ def load_checkpoint(
     optim_state: Mapping[str, Tensor] | None,
     mesh: Mesh,
     dimensions: Mapping[str, Any] | None = None,
+    verified: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Fills the given tensors in place, whatever mesh the checkpoint came from; returns `extra`.
 
     Everything is checked before a tensor is touched: every file against the manifest, `dimensions`
     against `extra["model"]`, and names, shapes and dtypes both ways. With optim_state None
-    only the weights are read. Raises CheckpointError naming what does not fit.
+    only the weights are read. verified: what `verified_state` gave, if it was asked before. Raises
+    CheckpointError naming what does not fit.
     """
     folder = Path(folder)
-    verify(folder, mesh)
-    extra = read_state(folder)
+    extra = verified_state(folder, mesh) if verified is None else verified
     if dimensions is not None:
         _check_dimensions(folder, extra.get("model", {}), dimensions)
     reader = _Reader(folder)
@@ -161,6 +162,12 @@ def load_weights(
             yield name, tensor
 
     return tensors()
+
+
+def verified_state(folder: str | Path, mesh: Mesh) -> dict[str, Any]:
+    """`read_state` after `verify`."""
+    verify(folder, mesh)
+    return read_state(folder)
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:

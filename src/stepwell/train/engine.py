@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepwell import generate as sampler
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
+from stepwell.models.lora import LoraLinear, without_adapters
+from stepwell.models.lora_shapes import is_adapter
 from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
+from stepwell.parallel import adapters
 from stepwell.parallel.apply import parallelize
 from stepwell.parallel.context import (
     context_ranks,
@@ -31,7 +33,7 @@ from stepwell.parallel.context import (
 )
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
-from stepwell.parallel.init import init_parameters
+from stepwell.parallel.init import Rule, init_parameters, normal_
 from stepwell.parallel.lever_rules import check_host
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.parallel.offload import ActivationOffload
@@ -41,6 +43,16 @@ from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
+from stepwell.train.adapters import (
+    RECORD,
+    Fingerprint,
+    check_record,
+    drawn_fingerprint,
+    load_adapter,
+    record_of,
+    resolve_adapter,
+    seen_by,
+)
 from stepwell.train.global_batch import (
     Stats,
     Tally,
@@ -97,7 +109,7 @@ class Engine:
         mesh: Mesh | None = None,
         frozen: bool = False,
     ):
-        run = frozen_run(run) if frozen else run
+        run = frozen_run(run) if frozen else resolve_adapter(run)
         self.run, self.frozen = run, frozen
         self.mesh = mesh or init_distributed(
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
@@ -119,9 +131,12 @@ class Engine:
         if not frozen:
             build = HostOptimizer if run.offload.optimizer else build_optimizer
             self._optimizer = build(self.named_parameters(), run.optim)
+        self.base = drawn_fingerprint(run)
         if weights is None:
             for piece in self.pieces:
-                init_parameters(piece, run.train.seed, lambda n, _: init_rule(run.model, n))
+                init_parameters(piece, run.train.seed, self._init_rule)
+            self._draw_quantised()
+            self._start_adapters()
             self._weights_changed()
         else:
             self.load_weights(weights)
@@ -148,6 +163,7 @@ class Engine:
             precision = self.run.precision
             dtype = DTYPES[precision.compute if self.frozen else precision.param]
             decoder = Decoder(self.run.model, piece).to(dtype).requires_grad_(not self.frozen)
+            adapters.add_adapters(decoder, self.run)
         parallelize(decoder, self.mesh, self.run)
         return decoder
 
@@ -194,7 +210,9 @@ class Engine:
         tally = Tally(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
         def objective(piece: Decoder, inputs: Tensor | None, i: int) -> Tensor:
-            outputs = self._forward(micro_batches[i], loss.needs, temperature, piece, inputs)
+            keys_N = self._dropout_keys(micro_batches[i])
+            needs = loss.needs
+            outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs, keys_N)
             if not piece.piece.last:
                 return outputs
             mine = local_tokens(micro_batches[i], self.mesh)
@@ -290,6 +308,8 @@ class Engine:
             for name, parameter in named.items():
                 parameter.grad = gradients[name]
         layers = [f"{name}.weight" for name in fp8_linears(self.run, self.mesh.sizes.tp)]
+        if self.run.lora.rank:
+            layers = [name for name, parameter in named.items() if parameter.requires_grad]
         return compare(gradients, wanted, self.mesh, set(layers or named))
 
     # --- scoring and sampling ----------------------------------------------------------------
@@ -297,6 +317,17 @@ class Engine:
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """log p(target) (B, T) in float32 on the CPU; zero where the batch has no weight."""
         return self._score(batch, "logprobs", temperature)
+
+    def reference_logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """`logprobs` of the base, without the adapters that are trained over it. Raises
+        TrainingError for a run that has none."""
+        if not self.run.lora.rank:
+            raise TrainingError(
+                "reference_logprobs() takes the adapters off, and lora.rank=0 has none; keep a "
+                "frozen engine as the reference"
+            )
+        with without_adapters(self.pieces):
+            return self.logprobs(batch, temperature)
 
     def scores(self, batch: Batch) -> Tensor:
         """What the model's score says (B, T, C) in float32 on the CPU; zero where the batch has no
@@ -362,27 +393,36 @@ class Engine:
 
     # --- state -------------------------------------------------------------------------------
 
-    def full_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def full_state_dict(
+        self, dtype: torch.dtype | None = None, merged: bool = True
+    ) -> dict[str, Tensor]:
         """Global name -> full tensor (a copy, on the CPU unless training is elsewhere)."""
-        return dict(self.iter_state(dtype))
+        return dict(self.iter_state(dtype, merged))
 
     @torch.no_grad()
-    def iter_state(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """One full parameter at a time. Every rank must run through it together."""
-        if self.pipeline is not None:
-            for name, full in self.pipeline.iter_full(full_shapes(self.run.model)):
-                yield name, full.to(dtype or full.dtype, copy=True)
-            return
-        for name, parameter in self.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    def iter_state(
+        self, dtype: torch.dtype | None = None, merged: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """One full parameter at a time. Every rank must run through it together.
+
+        merged: of a run with adapters, those of the plain model that base and adapters make; else
+        both apart, a base in 4 bits restored."""
+        pairs = self._full_tensors()
+        if merged and self.run.lora.rank:
+            pairs = adapters.merged(pairs, self.run.lora)
+        for name, full in pairs:
             yield name, full.detach().to(dtype or full.dtype, copy=True)
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies full tensors into the (sharded) parameters; strict both ways."""
-        parameters = dict(self.named_parameters())
+        """Copies full tensors into the (sharded) parameters; strict both ways. Adapters begin anew
+        over them, or at `lora.init`."""
+        parameters, fingerprint = dict(self.named_parameters()), Fingerprint()
+        quantised = self._quantised_layers()
         shapes = full_shapes(self.run.model)
         missing = set(shapes)
+        if self.run.lora.rank:
+            weights = seen_by(fingerprint, weights, self.run.lora)
         for name, tensor in weights:
             if name not in shapes:
                 raise CheckpointError(f"the weights have {name!r}, which the model has not")
@@ -392,21 +432,20 @@ class Engine:
                     f"{tuple(shapes[name])} in the model"
                 )
             missing.discard(name)
-            if name not in parameters:  # another pipeline stage's
-                continue
-            parameter = parameters[name]
-            value = tensor.to(parameter.device, parameter.dtype)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(
-                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-            parameter.copy_(value)
+            if name in quantised:
+                adapters.set_quantised(quantised[name], name, tensor, self.run, self.mesh)
+            elif name in parameters:  # else another pipeline stage's
+                adapters.copy_full(parameters[name], tensor)
         if missing:
             raise CheckpointError(f"the weights lack {sorted(missing)[:5]}")
+        if self.run.lora.rank:
+            self.base = fingerprint.value
+        self._start_adapters()
         self._weights_changed()
 
     def save(self, path: str | Path, extra: dict[str, Any]) -> checkpoint.SaveHandle:
         """Writes weights, optimiser, step, guard and `extra` (JSON-able), sharded and atomically.
+        Of a run with adapters, those alone, and which base they belong to.
 
         Returns at once when checkpoint.asynchronous is on; `.wait()` ends it.
         """
@@ -419,9 +458,11 @@ class Engine:
             "model": _dimensions(self.run),
             "extra": extra,
         }
+        if self.run.lora.rank:
+            state[RECORD] = record_of(self.run, self.base)
         return checkpoint.save_checkpoint(
             Path(path),
-            dict(self.named_parameters()),
+            self._trained_parameters(),
             self.optimizer.state_dict(),
             state,
             self.mesh,
@@ -433,12 +474,16 @@ class Engine:
 
         branch: learning rates and weight decay stay those of this run, and the guard counts anew.
         """
+        path = Path(path)
+        verified = checkpoint.verified_state(path, self.mesh)
+        check_record(path, verified, self.run, self.base)
         state = checkpoint.load_checkpoint(
-            Path(path),
-            dict(self.named_parameters()),
+            path,
+            self._trained_parameters(),
             self.optimizer.state_dict(),
             self.mesh,
             dimensions=_dimensions(self.run),
+            verified=verified,
         )
         if not branch:
             self.optimizer.load_hyperparameters(state["optim"])
@@ -456,6 +501,48 @@ class Engine:
     def loss_factor(self) -> float:
         """What the gradients are too large by until optim_step: fp16's loss scale."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """What a checkpoint holds: all parameters, or the adapters."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        if self.pipeline is not None:
+            return self.pipeline.iter_full(adapters.all_shapes(self.run))
+        return adapters.full_tensors(self.decoder)
+
+    def _init_rule(self, name: str, shape: torch.Size) -> Rule:
+        if is_adapter(name):
+            return adapters.adapter_rule(name, shape)
+        return init_rule(self.run.model, name)
+
+    def _quantised_layers(self) -> dict[str, LoraLinear]:
+        """Name of the weight -> layer that has it in 4 bits."""
+        if self.run.lora.quantize == "none":
+            return {}
+        found = (pair for piece in self.pieces for pair in adapters.adapted(piece))
+        return {f"{name}.weight": layer for name, layer in found}
+
+    def _draw_quantised(self) -> None:
+        for name, layer in self._quantised_layers().items():
+            weight_MD = torch.empty(layer.out_features, layer.in_features)
+            normal_(weight_MD, self.run.train.seed, name, init_rule(self.run.model, name)[1])
+            adapters.set_quantised(layer, name, weight_MD, self.run, self.mesh)
+
+    def _start_adapters(self) -> None:
+        if self.run.lora.rank:
+            adapters.init_adapters(self.pieces, self.run.train.seed)
+            adapters.reset_magnitudes(self.pieces)
+            if self.run.lora.init is not None:
+                load_adapter(self.run, self.named_parameters(), self.base)
+
+    def _dropout_keys(self, micro: Batch) -> Tensor | None:
+        """What the adapters' dropout of the step at hand knows this rank's tokens by."""
+        if not self.run.lora.rank or not self.run.lora.dropout:
+            return None
+        keys_BT = adapters.dropout_keys(micro, self.run.train.seed, self.step)
+        mine = local_tokens(replace(micro, extra={adapters.KEYS: keys_BT}), self.mesh)
+        return mine.extra[adapters.KEYS].flatten().to(self.mesh.device)
 
     def _lr_fraction(self) -> float:
         """Of every peak learning rate, for the step at hand."""
@@ -523,6 +610,7 @@ class Engine:
         temperature: float,
         piece: Decoder,
         inputs: Tensor | None,
+        keys_N: Tensor | None = None,
     ) -> Any:
         """What a piece makes of the tokens, or of the x_ND that it is given: x_ND, or TokenOutputs
         from the last one."""
@@ -541,6 +629,7 @@ class Engine:
             in_halves=self.run.layout.pp_schedule in ZERO_BUBBLE,
             tp=self.mesh.tp_group,
             cp=cp,
+            keys_N=keys_N,
         )
         if self.run.layout.compile:  # the number of documents changes from batch to batch
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
@@ -565,7 +654,8 @@ def frozen_run(run: Run) -> Run:
     precision = run.precision.model_copy(
         update={"fp8": plain.precision.fp8, "loss_scale": plain.precision.loss_scale}
     )
-    update = {key: getattr(plain, key) for key in ("remat", "offload", "optim", "guard")}
+    without = ("lora", "remat", "offload", "optim", "guard")
+    update = {key: getattr(plain, key) for key in without}
     return run.model_copy(update={**update, "precision": precision})
 
 
