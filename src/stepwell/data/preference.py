@@ -59,7 +59,7 @@ def load_pairs(
 
     def pair_of(row: Mapping[str, Any], item: str) -> Pair:
         chosen, rejected = (
-            _rendered(tokenizer, prompt, answer, row) for prompt, answer in _two_answers(row)
+            render_answer(tokenizer, prompt, answer, row) for prompt, answer in two_answers(row)
         )
         return fit_pair(
             chosen,
@@ -131,9 +131,11 @@ def load_steps(
 
     def steps_of(row: Mapping[str, Any], item: str) -> Stepwise:
         texts, labels = _step_columns(row)
-        prompt = _step_prompt(tokenizer, row)
+        prompt = step_prompt(tokenizer, row)
         head = cut_prompt(prompt, max_prompt_tokens, tokenizer.bos_id)
-        steps = [tuple(tokenizer.encode(_ended(text, separator), special=False)) for text in texts]
+        steps = [
+            tuple(tokenizer.encode(ended_step(text, separator), special=False)) for text in texts
+        ]
         count, places = 0, len(head)
         while count < len(steps) and places + len(steps[count]) <= seq_len:
             places += len(steps[count])
@@ -200,7 +202,7 @@ def _load(
     return items, drops
 
 
-def _two_answers(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def two_answers(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """(prompt, answer) of the chosen and of the rejected: both texts or both lists."""
     for column in ("chosen", "rejected"):
         if row.get(column) is None:
@@ -263,7 +265,7 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, Mapping) and message.get("role") == "assistant"
 
 
-def _rendered(
+def render_answer(
     tokenizer: Tokenizer, prompt: Any, answer: Any, row: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
     return render_row(
@@ -316,7 +318,7 @@ def _step_label(value: Any) -> float | None:
     )
 
 
-def _step_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Ids:
+def step_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Ids:
     prompt = row["prompt"]
     if isinstance(prompt, list):
         return tuple(render_prompt(tokenizer, prompt, row.get("tools")))
@@ -328,7 +330,7 @@ def _step_prompt(tokenizer: Tokenizer, row: Mapping[str, Any]) -> Ids:
     return (*head, *tokenizer.encode(prompt, special=False))
 
 
-def _ended(text: str, separator: str) -> str:
+def ended_step(text: str, separator: str) -> str:
     return text if text.endswith(separator) else text + separator
 
 
