@@ -54,8 +54,10 @@ def calculate(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return node.value
+    if isinstance(node, ast.Constant) and type(value := node.value) is not bool:
+        if not isinstance(value, int | float):
+            raise ValueError("not a number")
+        return value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
     if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:

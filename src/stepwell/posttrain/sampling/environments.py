@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from stepwell.data.chat import OPEN, Message, render_text
 from stepwell.tokenizer import Tokenizer
@@ -53,6 +53,10 @@ class Answer:
     observation: str | None
     reward: float | None
     done: bool
+
+
+class _Abandoned(BaseException):
+    """Not an Exception, so that an environment's own handler does not swallow it."""
 
 
 class Worker:
@@ -89,7 +93,7 @@ class Worker:
     def _abandon(self) -> None:
         self._calls.put(None)
         thread = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Abandoned))
 
     def _run(self) -> None:
         loop = asyncio.new_event_loop()
@@ -110,6 +114,8 @@ class Worker:
                     self._results.put(Failure("environment_error", detail))
             if hasattr(environment, "close"):
                 call(environment.close)
+        except _Abandoned:
+            environment = None
         except Exception as error:  # noqa: BLE001 - after the end: nobody waits for it
             self._results.put(Failure("environment_error", f"close: {error}"))
         finally:
@@ -216,7 +222,7 @@ def _from_file(file: Path, attribute: str) -> Factory:
         raise ConfigError(
             f"method.environment: {file} fails on being read: {type(error).__name__}: {error}"
         ) from error
-    factory: Any = getattr(module, attribute, None)
+    factory = getattr(module, attribute, None)
     if not callable(factory):
         public = [name for name, value in vars(module).items() if callable(value)]
         raise ConfigError(
@@ -225,4 +231,4 @@ def _from_file(file: Path, attribute: str) -> Factory:
     for method in ("reset", "step"):
         if isinstance(factory, type) and not callable(getattr(factory, method, None)):
             raise ConfigError(f"method.environment: {attribute!r} of {file} has no {method}()")
-    return factory
+    return cast(Factory, factory)
