@@ -122,6 +122,43 @@ def test_changed_rows_are_rendered_anew_or_refused(world, capsys):
     assert main([*words("sft", values), "--fresh"]) == 0
 
 
+def test_how_rows_are_read_and_masked_is_part_of_a_run(world, capsys):
+    turns = [("me", "1+2="), ("you", "3"), ("me", "2+2="), ("you", "4")]
+    row = {"dialog": [{"who": who, "says": says} for who, says in turns], "id": 0}
+    write_rows(Path("dialogs.jsonl"), [row] * 8)
+    names = {"columns.messages": "dialog", "columns.role": "who", "columns.content": "says",
+             "roles.user": "me", "roles.assistant": "you"}  # fmt: skip
+    values = settings("sft", "named", **{"data.path": "dialogs.jsonl", "train.steps": 1})
+    values |= {f"method.{key}": name for key, name in names.items()}
+    assert main(words("sft", values)) == 0
+    tokenizer = Tokenizer.load("tokenizer")
+    from stepwell.data.store import TokenStore
+
+    def trained() -> str:
+        store = TokenStore.open("named/data")
+        return tokenizer.decode(store.doc(0)[store.doc_mask(0).astype(bool)])
+
+    assert trained() == "3<|end|>4<|end|>"
+    values["method.last_turn_only"] = True
+    assert main(words("sft", values)) == 2
+    assert "was trained on rows of another last_turn_only" in capsys.readouterr().err
+    assert main([*words("sft", values), "--fresh"]) == 0
+    assert trained() == "4<|end|>"
+    values["method.train_on"] = '["user"]'
+    assert main([*words("sft", values), "--fresh"]) == 0
+    assert trained() == "2+2=<|end|>"
+
+
+def test_rows_without_anything_to_train_on_are_refused(world, capsys):
+    write_rows(Path("asked.jsonl"), [{"messages": [{"role": "user", "content": "1+2="}]}] * 3)
+    values = settings("sft", "asked", **{"data.path": "asked.jsonl", "train.steps": 1})
+    assert main(words("sft", values)) == 3
+    message = capsys.readouterr().err
+    assert "3 x mask_all_zeros" in message
+    assert "stepwell sft RECIPE --preview" in message
+    assert not Path("asked/data").exists()
+
+
 def test_a_folder_that_is_not_ours_is_left_alone(world):
     (world / "theirs" / "data").mkdir(parents=True)
     (world / "theirs" / "data" / "precious.txt").write_text("x")
