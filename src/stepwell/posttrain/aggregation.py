@@ -43,7 +43,7 @@ def token_weight(num_tokens: int, kind: str, constant_tokens: int | None = None)
     return 1.0 / constant_tokens
 
 
-def denominator(lengths: Sequence[int], kind: str) -> float:
+def denominator(lengths: Sequence[float], kind: str) -> float:
     """What the weighted sum over all answers is divided by: their tokens (token), or their number
     (sequence, constant). lengths: trained tokens of each; an answer without any does not count."""
     token_weight(1, kind, constant_tokens=1)

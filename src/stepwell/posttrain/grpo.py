@@ -1,249 +1,283 @@
 """Group-relative policy optimisation with verifiable rewards (2402.03300, 2501.12948).
 
 A flat loop: sample a group of answers to each prompt on the training weights, score them, take the
-advantage within each group, make clipped policy-gradient steps. B rows, T tokens a row.
+advantage within each group, make policy-gradient steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stepwell.config import Run
-from stepwell.data.batch import Batch
-from stepwell.data.order import permute
-from stepwell.data.packing import pack_rows
-from stepwell.eval.grade import Prompt, Verifier, check_columns
+from stepwell.eval.grade import Prompt
 from stepwell.generate import Sampling
-from stepwell.metrics import LineFile, cut_lines
-from stepwell.models.transformer import TokenOutputs
-from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.posttrain.advantages import dead_share, group_advantages
-from stepwell.posttrain.aggregation import token_weight
-from stepwell.posttrain.rollout import ByVerifier, Rollouts, collect
-from stepwell.sections.methods import GRPO
+from stepwell.metrics import LineFile
+from stepwell.parallel.mesh import Mesh
+from stepwell.posttrain.answers import answers_of
+from stepwell.posttrain.dynamic_sampling import Drawn, draw_alive
+from stepwell.posttrain.placement import Reference, check_reference, open_reference
+from stepwell.posttrain.policy_batch import (
+    minibatches,
+    num_parts,
+    num_trained,
+    scored,
+    with_advantages,
+)
+from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_loss
+from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics, reward_terms
+from stepwell.posttrain.rollout import Group, Rollouts, collect
+from stepwell.posttrain.sampled import (
+    all_shares,
+    check_failures,
+    dealt,
+    fixed_prompts,
+    open_samples,
+    prompt_numbers,
+    rollout_metrics,
+    rollout_seed,
+)
+from stepwell.posttrain.sampled import step_prompts as step_prompts
+from stepwell.posttrain.sampling.gauge import Gauge
+from stepwell.sections.methods import GRPO, RewardTerm
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.losses import Loss, LossSums, masked_sum, token_count
 from stepwell.train.session import Session, open_session
 from stepwell.train.weights import check_tokenizer, require_model
-from stepwell.types import ConfigError, TrainingError
+from stepwell.types import ConfigError
 
 
-def clipped_objective(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(logp - old), element-wise, and where the
-    clip binds (PPO, 1707.06347, equation 7; separate bounds: DAPO, 2503.14476)."""
-    ratio = (logprobs - old_logprobs).exp()
-    plain = ratio * advantages
-    clipped = ratio.clamp(1 - low, 1 + high) * advantages
-    return -torch.minimum(plain, clipped), clipped < plain
+@dataclass(frozen=True)
+class Place:
+    """How many rollouts were trained on, and how many prompts were drawn for them."""
 
-
-def policy_loss(method: GRPO) -> Loss:
-    """The batch carries `advantages`, `old_logprobs` (NaN: the current ones, so that the ratio is
-    exactly 1) and `sampler_logprobs`. Metrics: entropy, KL of the sampler to the trained policy
-    (k3 estimate; what sampling in another precision or with older weights costs), clipped share.
-    """
-
-    def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
-        assert outputs.logprobs_BT is not None
-        assert outputs.entropy_BT is not None
-        logprobs_BT = outputs.logprobs_BT
-        old_BT = batch.extra["old_logprobs"]
-        old_BT = torch.where(old_BT.isnan(), logprobs_BT.detach(), old_BT)
-        objective_BT, clipped_BT = clipped_objective(
-            logprobs_BT, old_BT, batch.extra["advantages"], method.clip_low, method.clip_high
-        )
-        weights_BT = batch.weights_BT
-        with torch.no_grad():
-            mask_BT = (weights_BT != 0).float()
-            log_ratio_BT = batch.extra["sampler_logprobs"] - logprobs_BT
-            count = mask_BT.sum()
-            metrics = {
-                "entropy": (masked_sum(outputs.entropy_BT, mask_BT), count),
-                "kl_sampler": (
-                    masked_sum(log_ratio_BT.exp() - 1 - log_ratio_BT, mask_BT),
-                    count,
-                ),
-                "clipped_share": (masked_sum(clipped_BT.float(), mask_BT), count),
-            }
-        return LossSums({"tokens": masked_sum(objective_BT, weights_BT)}, metrics)
-
-    return Loss(frozenset({"logprobs", "entropy"}), token_count, fn)
-
-
-def pack_rollouts(rollouts: Rollouts, method: GRPO, seq_len: int, pad_id: int) -> Batch:
-    """Rows of prompt + answer, loss on the answer's tokens only; extra: advantages, old_logprobs
-    (NaN) and sampler_logprobs (what the sampler saw)."""
-    rewards = [group.rewards for group in rollouts.groups]
-    per_answer = [a for group in group_advantages(rewards, method.advantage) for a in group]
-    docs, advantages, sampled = [], [], []
-    for (ids, mask, streams), advantage in zip(rollouts.documents(), per_answer, strict=True):
-        weight = token_weight(sum(mask), method.aggregate)
-        docs.append((ids, [weight * trained for trained in mask]))
-        advantages.append([advantage * trained for trained in mask])
-        sampled.append(streams["sampler_logprobs"])
-    batch = pack_rows(
-        docs,
-        seq_len,
-        pad_id=pad_id,
-        extra={"advantages": advantages, "sampler_logprobs": sampled},
-    )
-    old_BT = torch.full_like(batch.extra["advantages"], torch.nan)
-    return replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
+    rollouts: int = 0
+    prompts: int = 0
 
 
 def grpo(
     run: Run,
     prompts: Sequence[Prompt],
-    verifier: Verifier,
     tokenizer: Tokenizer,
     weights: Iterable[tuple[str, Tensor]] | None = None,
     dropped: Mapping[str, int] | None = None,
+    rewards: Rewards | None = None,
 ) -> int:
     """Trains to `train.steps` optimiser steps; goes on where a stopped run was. Returns the number
     of steps done. Every completion with its reward goes to `samples.jsonl`.
 
-    dropped: prompts that the caller left out, by reason; noted in `events.jsonl`.
-    Raises ConfigError without a model, with another tokenizer than the model's, and when there are
-    fewer prompts than a step takes; DataError for prompts without a column that the verifier
-    requires; TrainingError when the verifier fails on every answer of the first rollout.
+    dropped: prompts that the caller left out, by reason; noted in `events.jsonl`. rewards: instead
+    of those that the method names.
+    Raises ConfigError for a run that cannot be (`check_grpo`); DataError for prompts without a
+    column that a reward requires; TrainingError when the graders fail on every answer of the first
+    rollout.
     """
+    method = run.method
+    assert isinstance(method, GRPO)
+    check_grpo(run, prompts, tokenizer, weights)
+    if weights is not None and method.kl_coef:
+        weights = list(weights)  # the reference has them too
+    with open_session(run, weights, tokenizer=tokenizer.fingerprint) as session:
+        mesh = session.engine.mesh
+        opened = rewards or open_rewards(with_overlong(method), tokenizer, mesh, run)
+        try:
+            opened.check_columns(prompts)
+            reference = None
+            if method.kl_coef:
+                reference = open_reference(run, session.engine, mesh, weights)
+            if session.extra is None:
+                counts = dict(dropped or {})
+                total = len(prompts) + sum(counts.values())
+                session.log.event(
+                    "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
+                )
+            return _train(session, prompts, tokenizer, opened, reference)
+        finally:
+            opened.close()
+
+
+def check_grpo(
+    run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer, weights: object = None
+) -> None:
+    """Raises ConfigError without a model to start from, with another tokenizer than the model's,
+    for a reference that cannot be had, and for fewer prompts than a step takes."""
     method = run.method
     assert isinstance(method, GRPO)
     require_model(run, weights)
     if run.model.init is not None:
         check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
-    check_columns(verifier, prompts)
+    if method.kl_coef:
+        check_reference(run)
     if len(prompts) < method.prompts_per_step:
         raise ConfigError(
             f"method.prompts_per_step={method.prompts_per_step} but there are only "
             f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
         )
-    sampling = Sampling(
-        temperature=method.temperature,
-        eos_ids=tokenizer.stop_ids,
-        max_new_tokens=method.max_new_tokens,
-    )
-    loss = policy_loss(method)
-    with open_session(run, weights, tokenizer=tokenizer.fingerprint) as session:
-        start = session.engine.step
-        if session.extra is None:
-            counts = dict(dropped or {})
-            total = len(prompts) + sum(counts.values())
-            session.log.event(
-                "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
-            )
-        samples = open_samples(session) if session.engine.mesh.is_main else None
-        num_rollouts = (session.extra or {"rollouts": 0})["rollouts"]
-        session.pause()
-        while not session.finished:
-            numbers = step_prompts(len(prompts), run, num_rollouts, session)
-            if session.is_jumped("rollouts", num_rollouts + 1, numbers):
-                num_rollouts += 1
-                continue
-            rollouts = collect(
-                session.engine,
-                [prompts[i] for i in numbers],
-                method.group_size,
-                sampling,
-                ByVerifier(verifier),
-                tokenizer,
-                seed=rollout_seed(run.train.seed, num_rollouts),
-            )
-            num_rollouts += 1
-            shares = all_shares(rollouts, session.engine.mesh)
-            rollouts = shares[session.engine.mesh.data_rank]
-            rows = [row for share in shares for row in share.rows()]
-            if session.engine.step == start:
-                check_failures(rows)
-            more = rollout_metrics(shares, rows)
-            batch = pack_rollouts(rollouts, method, run.data.seq_len, tokenizer.pad_id)
-            if method.updates_per_rollout > 1:
-                old_BT = session.engine.logprobs(batch, method.temperature)
-                batch = replace(batch, extra={**batch.extra, "old_logprobs": old_BT})
-            action = ""
-            for _ in range(method.updates_per_rollout):
-                action = session.step(batch, loss, method.temperature, more).verdict.action
-                if session.finished or action == "rewind":
-                    break
-            if action == "rewind":
-                found = session.rewind(method.updates_per_rollout)
-                num_rollouts = (found or {"rollouts": 0})["rollouts"]
-                if samples is not None:
-                    samples.close()
-                    samples = open_samples(session)
-                continue
-            if samples is not None:
-                for row in rows:
-                    samples.write({"step": session.engine.step, **row})
-            session.after_step({"rollouts": num_rollouts})
-        if samples is not None:
-            samples.close()
-        return session.engine.step - start
 
 
-def open_samples(session: Session) -> LineFile:
-    """`samples.jsonl`, without the lines of steps that are about to be done again."""
-    path = session.dir / "samples.jsonl"
-    cut_lines(path, session.engine.step)
-    return LineFile(path)
-
-
-def step_prompts(num_prompts: int, run: Run, num_rollouts: int, session: Session) -> list[int]:
-    """Numbers of this rank's prompts of the next rollout: each epoch is a permutation of all."""
-    method, mesh = run.method, session.engine.mesh
+def _train(
+    session: Session,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    rewards: Rewards,
+    reference: Reference | None,
+) -> int:
+    run, engine, mesh = session.run, session.engine, session.engine.mesh
+    method, pad_id = run.method, tokenizer.pad_id
     assert isinstance(method, GRPO)
-    first = num_rollouts * method.prompts_per_step
-    chosen = []
-    for ordinal in range(first, first + method.prompts_per_step):
-        epoch, place = divmod(ordinal, num_prompts)
-        index = permute(torch.tensor([place]).numpy(), num_prompts, run.train.seed, epoch)
-        chosen.append(int(index[0]))
-    return chosen[mesh.data_rank :: mesh.data_world]
+    sampler = Sampler(session, prompts, tokenizer, rewards)
+    start, place, fresh = engine.step, place_of(session.extra, method), session.extra is None
+    samples = open_samples(session, fresh) if mesh.is_main else None
+    if fresh:
+        write(samples, start, sampler.greedy(), greedy=True)
+    session.pause()
+    while not session.finished:
+        numbers = sampler.numbers(place.prompts, method.prompts_per_step)
+        mine = numbers[mesh.data_rank :: mesh.data_world]
+        if session.is_jumped("rollouts", place.rollouts + 1, mine):
+            place = Place(place.rollouts + 1, place.prompts + len(numbers))
+            continue
+        drawn, place = sampler.draw(place)
+        more = sampler.headline(drawn)
+        if engine.step == start:
+            check_failures(Rollouts(drawn.groups).rows())
+        answers = answers_of(Rollouts(drawn.kept))
+        if reference is not None:
+            answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
+        if method.updates_per_rollout * num_parts(answers, method) > 1:
+            answers = scored(answers, OLD, engine, run, pad_id, mesh)
+        answers = with_advantages(answers, method)
+        lengths = [num_trained(answer, method) for answer in answers]
+        divisors = denominators(method, lengths, num_parts(answers, method))
+        seed, action = [run.train.seed, place.rollouts], ""
+        for batch in minibatches(answers, method, run.data.seq_len, pad_id, mesh, seed):
+            gauge = Gauge()
+            info = session.step(
+                batch,
+                policy_loss(method, gauge),
+                method.temperature,
+                partial(numbers_of, more, gauge, mesh),
+                divisors,
+            )
+            action = info.verdict.action
+            if session.finished or action == "rewind":
+                break
+        if action == "rewind":
+            found = session.rewind(method.updates_per_rollout * method.minibatches)
+            place = place_of(found, method)
+            if samples is not None:
+                samples.close()
+                samples = open_samples(session)
+            continue
+        write(samples, engine.step, drawn.kept, greedy=False, trained=True)
+        write(samples, engine.step, drawn.thrown, greedy=False, trained=False)
+        if session.finished:
+            write(samples, engine.step, sampler.greedy(), greedy=True)
+            session.pause()
+        session.after_step({"rollouts": place.rollouts, "prompts": place.prompts})
+    if samples is not None:
+        samples.close()
+    return engine.step - start
 
 
-def rollout_seed(seed: int, num_rollouts: int) -> int:
-    return seed * 1_000_003 + num_rollouts
+@dataclass(frozen=True)
+class Sampler:
+    """Draws groups of answers; every rank has those of all."""
 
+    session: Session
+    prompts: Sequence[Prompt]
+    tokenizer: Tokenizer
+    rewards: Rewards
 
-def all_shares(rollouts: Rollouts, mesh: Mesh) -> list[Rollouts]:
-    """What the first rank of each data share has, by the share's number.
+    @property
+    def method(self) -> GRPO:
+        method = self.session.run.method
+        assert isinstance(method, GRPO)
+        return method
 
-    Its other ranks have had the same prompts answered and verified; where an answer depends on a
-    device's last digit, or a verdict on the clock, theirs could differ, and one batch needs one
-    truth.
-    """
-    parts = all_gather_objects(rollouts if mesh.counts_rows else None, mesh)
-    firsts = [part for part in parts if part is not None]
-    assert len(firsts) == mesh.data_world
-    return firsts
+    def numbers(self, first: int, count: int) -> list[int]:
+        return prompt_numbers(len(self.prompts), self.session.run.train.seed, first, count)
 
+    def draw(self, place: Place) -> tuple[Drawn, Place]:
+        """The groups of the next rollout, and the place after it."""
+        method, drawn = self.method, place.prompts
 
-def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TrainingError if the verifier failed on every answer: nothing can be learnt so."""
-    if rows and all(row["failure"] for row in rows):
-        raise TrainingError(
-            f"the verifier failed on every one of the {len(rows)} answers of the first rollout; "
-            f"the first failure is {rows[0]['failure']}: {rows[0]['detail']}"
+        def take(count: int, refill: int) -> tuple[Group, ...]:
+            nonlocal drawn
+            chosen = [self.prompts[i] for i in self.numbers(drawn, count)]
+            drawn += count
+            seed = rollout_seed(self.session.run.train.seed, place.rollouts, refill)
+            return self.answer(chosen, method.group_size, method.temperature, seed)
+
+        if method.dynamic_sampling:
+            found = draw_alive(take, method.prompts_per_step, method.max_refills)
+        else:
+            found = Drawn(take(method.prompts_per_step, 0))
+        return found, Place(place.rollouts + 1, drawn)
+
+    def greedy(self) -> tuple[Group, ...]:
+        """The likeliest answers to a few fixed prompts."""
+        return self.answer(fixed_prompts(self.prompts), 1, 0.0, 0)
+
+    def answer(
+        self, prompts: Sequence[Prompt], group_size: int, temperature: float, seed: int
+    ) -> tuple[Group, ...]:
+        mesh = self.session.engine.mesh
+        sampling = Sampling(
+            temperature=temperature,
+            eos_ids=self.tokenizer.stop_ids,
+            max_new_tokens=self.method.max_new_tokens,
         )
+        rollouts = collect(
+            self.session.engine,
+            prompts[mesh.data_rank :: mesh.data_world],
+            group_size,
+            sampling,
+            self.rewards,
+            self.tokenizer,
+            seed=seed,
+        )
+        return dealt(all_shares(rollouts, mesh), len(prompts)).groups
+
+    def headline(self, drawn: Drawn) -> dict[str, float]:
+        """What the rollout says of the policy, over all that were drawn."""
+        method, terms = self.method, [dimension.term for dimension in self.rewards.dimensions]
+        rollouts = Rollouts(drawn.groups)
+        verdicts = [verdict for group in drawn.groups for verdict in group.verdicts]
+        found = rollout_metrics([rollouts], rollouts.rows(), terms)
+        found |= reward_metrics(self.rewards.names, verdicts)
+        if method.dynamic_sampling:
+            found["rollout/refills"] = drawn.refills
+            found["rollout/thrown_groups"] = len(drawn.thrown)
+            found["rollout/missing_groups"] = method.prompts_per_step - len(drawn.kept)
+        return found
 
 
-def rollout_metrics(shares: Sequence[Rollouts], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Over all shares: rewards, lengths, dead groups, errors of the verifier."""
-    groups = [group.rewards for share in shares for group in share.groups]
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    return {
-        "reward/mean": sum(rewards) / len(rewards) if rewards else 0.0,
-        "reward/dead_groups": dead_share(groups),
-        "reward/not_applicable": len(rows) - len(rewards),
-        "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
-        "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
-        "rollout/errors": sum(row["failure"] == "error" for row in rows),
-        "rollout/timeouts": sum(row["failure"] == "timeout" for row in rows),
-    }
+def numbers_of(more: Mapping[str, float], gauge: Gauge, mesh: Mesh) -> dict[str, float]:
+    """What a step's line says besides the engine's numbers."""
+    return {**more, **gauge.read(mesh).metrics()}
+
+
+def place_of(extra: Mapping[str, Any] | None, method: GRPO) -> Place:
+    """Where a checkpoint's loop was; those before dynamic sampling don't count prompts."""
+    rollouts = (extra or {}).get("rollouts", 0)
+    return Place(rollouts, (extra or {}).get("prompts", rollouts * method.prompts_per_step))
+
+
+def with_overlong(method: GRPO) -> GRPO:
+    """The method with the punishment of long answers among its rewards."""
+    if not method.overlong_cache:
+        return method
+    source = f"overlong:{method.max_new_tokens}:{method.overlong_cache}"
+    terms = (*reward_terms(method), RewardTerm(name="overlong", source=source))
+    return method.model_copy(update={"rewards": terms})
+
+
+def write(samples: LineFile | None, step: int, groups: Sequence[Group], **more: Any) -> None:
+    """A line of `samples.jsonl` for each answer, on the rank that writes."""
+    if samples is not None:
+        for row in Rollouts(tuple(groups)).rows():
+            samples.write({"step": step, **more, **row})

@@ -164,8 +164,7 @@ def sft(state: Quickstart) -> dict[str, Any]:
 def grpo(state: Quickstart) -> dict[str, Any]:
     """The exact answer as reward, on problems that SFT has not seen."""
     from stepwell.posttrain.grpo import grpo as train
-    from stepwell.posttrain.verifiers.exact import exact
-    from stepwell.train.weights import initial_weights, resolve
+    from stepwell.train.weights import resolve
 
     run = resolve(
         state.run_of(
@@ -178,7 +177,7 @@ def grpo(state: Quickstart) -> dict[str, Any]:
         )
     )
     prompts = load_prompts(state, "prompts")
-    train(run, prompts, exact, state.tokenizer(), initial_weights(run.model))
+    train(run, prompts, state.tokenizer())
     return training_result(run)
 
 

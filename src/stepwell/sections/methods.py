@@ -8,6 +8,7 @@ loss says how training goes.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -257,8 +258,8 @@ class RewardModel(MethodSection):
 class RewardTerm(Section):
     """A dimension of the reward: `weight` times what `source` says is added up.
 
-    source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET, model:FOLDER,
-    overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low, high: bounds that it is
+    source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET,
+    model:FOLDER[,FOLDER], overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low, high: bounds that it is
     clipped to. answers for which it says None are left out of this dimension.
     """
 
@@ -270,6 +271,12 @@ class RewardTerm(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> RewardTerm:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            legal = re.sub(r"[^\w.-]+", "-", self.name) or "reward"
+            raise ValueError(
+                f"method.rewards: the name {self.name!r} must be of letters, digits, '_', '.' and "
+                f"'-', because metrics are named by it; the nearest legal value is {legal!r}"
+            )
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(
                 f"method.rewards: {self.name!r} has low={self.low:g} above high={self.high:g}; "

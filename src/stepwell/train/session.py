@@ -51,6 +51,7 @@ from stepwell.train.weights import TOKENIZER, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
 Result = TypeVar("Result")
+More = Mapping[str, float] | Callable[[], Mapping[str, float]] | None
 # A run, and the weights that it starts from (None: those of its model.init, or drawn).
 Trained = tuple[Run, Iterable[tuple[str, Tensor]] | None]
 
@@ -135,16 +136,18 @@ class Session:
         batch: Batch,
         loss: Loss,
         temperature: float = 1.0,
-        more: dict[str, float] | None = None,
+        more: More = None,
         denominators: Mapping[str, float] | None = None,
     ) -> StepInfo:
         """One step of the engine, logged. After one with action "rewind" call `rewind`.
+        more: what else its line says; a function is asked once the gradients are there.
         denominators: as in `Engine.forward_backward`.
 
         Raises GuardStop, with the event written, when the guard gives up.
         """
         engine = self.engine
         self.stats = stats = engine.forward_backward(batch, loss, temperature, denominators)
+        found = dict(more() if callable(more) else more or {})
         differences = self.check_precision(batch, loss, temperature)
         try:
             info = engine.optim_step()
@@ -153,7 +156,7 @@ class Session:
                 self.log.log(engine.step + 1, differences)
             details = self._describe(stop.verdict, batch, loss, temperature)
             raise self._stopped(stop, details, engine.step + 1) from None
-        self.record(batch, stats, info, {**(more or {}), **differences}, always=bool(differences))
+        self.record(batch, stats, info, {**found, **differences}, always=bool(differences))
         if info.skipped:
             self._bad = self._describe(info.verdict, batch, loss, temperature)
             if info.verdict.action == "skip":
@@ -289,11 +292,11 @@ class Session:
         twice += stats.num_twice_tokens * flops_per_token(self.run.model, 1).head
         if info.step % self.run.train.log_every and not self.finished and not always:
             return
-        scale = self.engine.loss_scale
+        scale, loss = self.engine.loss_scale, stats.metrics.get("loss", stats.loss)
         self.log.log(
             info.step,
             {
-                "train/loss": stats.metrics.get("loss", stats.loss),
+                **({"train/loss": loss} if self.run.method.shows_loss else {}),
                 "train/objective": stats.loss,
                 **{f"train/{k}": v for k, v in stats.metrics.items() if k != "loss"},
                 "train/grad_norm": info.grad_norm,

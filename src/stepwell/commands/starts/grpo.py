@@ -5,23 +5,22 @@ from __future__ import annotations
 from stepwell.commands.starts.inputs import tokenizer_of
 from stepwell.commands.starts.prompts import prompts_of, report_drops
 from stepwell.config import Run
-from stepwell.posttrain.grpo import grpo
-from stepwell.posttrain.verifiers.find import find_verifier
+from stepwell.posttrain.grpo import check_grpo, grpo
+from stepwell.posttrain.placement import reference_warnings
 from stepwell.sections.methods import GRPO
-from stepwell.train.weights import require_model
 
 
 def check(run: Run) -> list[str]:
-    prompts_of(run, tokenizer_of(run))
-    return []
+    method = run.method
+    assert isinstance(method, GRPO)
+    tokenizer = tokenizer_of(run)
+    prompts, _ = prompts_of(run, tokenizer)
+    check_grpo(run, prompts, tokenizer)
+    return reference_warnings(run) if method.kl_coef else []
 
 
 def start(run: Run) -> int:
-    method = run.method
-    assert isinstance(method, GRPO)
-    verifier = find_verifier(method.verifier)
     tokenizer = tokenizer_of(run)
-    require_model(run, None)
     prompts, dropped = prompts_of(run, tokenizer)
     report_drops(run, dropped)
-    return grpo(run, prompts, verifier, tokenizer, dropped=dropped)
+    return grpo(run, prompts, tokenizer, dropped=dropped)

@@ -1,0 +1,134 @@
+"""What loops share that train on their own samples: which prompts come next, one truth for all
+ranks, the headline numbers (reward, accuracy, length, dead groups), and `samples.jsonl`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stepwell.config import Run
+from stepwell.data.order import permute
+from stepwell.eval.grade import Prompt
+from stepwell.metrics import LineFile, cut_lines
+from stepwell.parallel.mesh import Mesh, all_gather_objects
+from stepwell.posttrain.advantages import dead_share
+from stepwell.posttrain.rollout import Rollouts
+from stepwell.sections.methods import RewardTerm, SampledMethod
+from stepwell.train.session import Session
+from stepwell.types import TrainingError
+
+# Sources that know whether an answer is right; others grade it.
+VERIFIABLE = ("exact", "math", "regex", "json", "code", "tests", "gym")
+RIGHT = 0.99
+# Keeps the seeds of a rollout's refills apart from those of other rollouts.
+REFILL_SEED = 1 << 40
+NUM_FIXED = 8
+
+
+# --- prompts -----------------------------------------------------------------------------------
+
+
+def step_prompts(num_prompts: int, run: Run, num_rollouts: int, session: Session) -> list[int]:
+    """Numbers of this rank's prompts of the next rollout."""
+    method, mesh = run.method, session.engine.mesh
+    assert isinstance(method, SampledMethod)
+    first, count = num_rollouts * method.prompts_per_step, method.prompts_per_step
+    chosen = prompt_numbers(num_prompts, run.train.seed, first, count)
+    return chosen[mesh.data_rank :: mesh.data_world]
+
+
+def prompt_numbers(num_prompts: int, seed: int, first: int, count: int) -> list[int]:
+    """Of the prompts at places first, first + 1, ...: each epoch is a permutation of all."""
+    found = []
+    for ordinal in range(first, first + count):
+        epoch, place = divmod(ordinal, num_prompts)
+        found.append(int(permute(np.array([place]), num_prompts, seed, epoch)[0]))
+    return found
+
+
+def rollout_seed(seed: int, num_rollouts: int, refill: int = 0) -> int:
+    return seed * 1_000_003 + num_rollouts + refill * REFILL_SEED
+
+
+def fixed_prompts(prompts: Sequence[Prompt], count: int = NUM_FIXED) -> list[Prompt]:
+    """At most `count`, evenly spaced: the same at a run's start and end, so that their greedy
+    answers compare like with like."""
+    every = max(1, len(prompts) // count)
+    return list(prompts[::every][:count])
+
+
+# --- ranks -------------------------------------------------------------------------------------
+
+
+def all_shares(rollouts: Rollouts, mesh: Mesh) -> list[Rollouts]:
+    """What the first rank of each data share has, by the share's number.
+
+    Its other ranks have had the same prompts answered and verified; where an answer depends on a
+    device's last digit, or a verdict on the clock, theirs could differ, and one batch needs one
+    truth.
+    """
+    parts = all_gather_objects(rollouts if mesh.counts_rows else None, mesh)
+    firsts = [part for part in parts if part is not None]
+    assert len(firsts) == mesh.data_world
+    return firsts
+
+
+def dealt(shares: Sequence[Rollouts], count: int) -> Rollouts:
+    """`count` groups that were dealt to the shares one by one, in their order."""
+    return Rollouts(tuple(shares[i % len(shares)].groups[i // len(shares)] for i in range(count)))
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raises TrainingError if the verifier failed on every answer: nothing can be learnt so."""
+    if rows and all(row["failure"] for row in rows):
+        raise TrainingError(
+            f"the verifier failed on every one of the {len(rows)} answers of the first rollout; "
+            f"the first failure is {rows[0]['failure']}: {rows[0]['detail']}"
+        )
+
+
+def rollout_metrics(
+    shares: Sequence[Rollouts],
+    rows: Sequence[Mapping[str, Any]],
+    terms: Sequence[RewardTerm] = (),
+) -> dict[str, float]:
+    """Over all shares. There is no mean reward where no answer has one, and no accuracy without
+    verifiable dimensions among `terms`."""
+    groups = [group.rewards for share in shares for group in share.groups]
+    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    right = accuracy(rows, terms)
+    return {
+        **({"reward/mean": sum(rewards) / len(rewards)} if rewards else {}),
+        **({} if right is None else {"reward/accuracy": right}),
+        "reward/dead_groups": dead_share(groups),
+        "reward/not_applicable": len(rows) - len(rewards),
+        "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
+        "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
+        "rollout/errors": sum(row["failure"] == "error" for row in rows),
+        "rollout/timeouts": sum(row["failure"] == "timeout" for row in rows),
+    }
+
+
+def accuracy(rows: Sequence[Mapping[str, Any]], terms: Sequence[RewardTerm]) -> float | None:
+    """The share of answers that are right in every verifiable dimension that applies to them, among
+    those to which one does."""
+    names = [t.name for t in terms if t.source.partition(":")[0] in VERIFIABLE]
+    scores = [[s for name in names if (s := row["scores"].get(name)) is not None] for row in rows]
+    right = [min(found) >= RIGHT for found in scores if found]
+    return sum(right) / len(right) if right else None
+
+
+# --- samples.jsonl -----------------------------------------------------------------------------
+
+
+def open_samples(session: Session, fresh: bool = False) -> LineFile:
+    """`samples.jsonl`, without the lines of steps that are about to be done again; fresh: without
+    any."""
+    path = session.dir / "samples.jsonl"
+    cut_lines(path, -1 if fresh else session.engine.step)
+    return LineFile(path)
