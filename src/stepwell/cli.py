@@ -137,6 +137,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         ),
         Command("generate", "sample from a model", "stepwell.commands.generate:main"),
         Command(
+            "score",
+            "what reward models say of answers, pairs, or steps",
+            "stepwell.commands.score:main",
+        ),
+        Command(
             "export",
             "write a checkpoint as a Hugging Face folder",
             "stepwell.commands.export:main",

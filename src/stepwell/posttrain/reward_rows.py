@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,14 @@ def load_rows(run: Run, path: str, tokenizer: Tokenizer) -> tuple[Rows, Drops]:
         pairs, drops = load_pairs(path, tokenizer, seq_len, cut, most, method.max_length)
         if method.margins:
             check_margins(pairs, path)
-        return pairs, drops
+        return [trimmed_pair(pair) for pair in pairs], drops
     length = min(seq_len, method.max_length or seq_len)
     if method.objective == "process":
         return load_steps(path, tokenizer, length, cut, most, method.step_separator)
-    if method.objective == "regression":
-        return load_labelled(path, tokenizer, length, cut, most, "number")
+    kind = "number" if method.objective == "regression" else "class"
     classes = max(run.model.num_labels, 2)
-    return load_labelled(path, tokenizer, length, cut, most, "class", classes)
+    labelled, drops = load_labelled(path, tokenizer, length, cut, most, kind, classes)
+    return [trimmed_answer(row) for row in labelled], drops
 
 
 def rows_origin(run: Run, path: str, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -65,6 +66,28 @@ def rows_origin(run: Run, path: str, tokenizer: Tokenizer) -> dict[str, Any]:
         "data.seq_len": run.data.seq_len,
         **{f"method.{key}": getattr(method, key) for key in shape},
     }
+
+
+def answer_length(mask: Sequence[float]) -> int:
+    """The number of tokens up to the last trained one. Templates may put something after an answer
+    (a line's end), which a sampled answer has not: a score is read before it."""
+    return max((i + 1 for i, trained in enumerate(mask) if trained), default=0)
+
+
+def trimmed_pair(pair: Pair) -> Pair:
+    for side in ("chosen", "rejected"):
+        ids, mask = getattr(pair, f"{side}_ids"), getattr(pair, f"{side}_mask")
+        if mask is not None:
+            stop = answer_length(mask)
+            pair = replace(pair, **{f"{side}_ids": ids[:stop], f"{side}_mask": mask[:stop]})
+    return pair
+
+
+def trimmed_answer(row: Labelled) -> Labelled:
+    if row.mask is None:
+        return row
+    stop = answer_length(row.mask)
+    return replace(row, completion_ids=row.completion_ids[:stop], mask=row.mask[:stop])
 
 
 def check_margins(pairs: Sequence[Pair], path: str) -> None:
