@@ -31,6 +31,8 @@ from tests.parallel.ranks import FORKSERVER
 CLOCK = {
     "time",
     "time/step_s",
+    "time/rollout_wait_s",
+    "time/sampling_s",
     "speed/tokens_per_s",
     "speed/mfu",
     "speed/hfu",

@@ -22,7 +22,8 @@ from stepwell.train.weights import read_model
 from stepwell.types import ConfigError
 
 NAME = "critic"
-VALUES = "values"  # the loss's stream
+VALUES = "values"  # the denominator's name
+RETURNS, OLD_VALUES = "returns", "old_values"  # streams
 
 
 def critic_run(run: Run) -> Run | None:
@@ -56,8 +57,7 @@ def critic_run(run: Run) -> Run | None:
 def _critic_model(run: Run, init: str) -> ModelConfig:
     """The dimensions of the model at `init` (a run's folder, a checkpoint, a Hugging Face folder,
     a .gguf file), with a score."""
-    if checkpoint.is_run(init):
-        init = str(checkpoint.of_run_or_itself(init, "method.critic_init"))
+    init = str(checkpoint.latest(init) or init)
     found = read_model(init)
     if found.has_score and found.num_labels != 1:
         raise ConfigError(
@@ -96,7 +96,7 @@ def value_sums(method: PPO, outputs: TokenOutputs, batch: Batch) -> LossSums:
     values_BT = outputs.scores_BTC[..., 0]
     mask_BT = (batch.weights_BT != 0).to(values_BT.dtype)
     error_BT, clipped_BT = value_error(
-        values_BT, batch.extra["old_values"], batch.extra["returns"], method.value_clip
+        values_BT, batch.extra[OLD_VALUES], batch.extra[RETURNS], method.value_clip
     )
     total, count = masked_sum(error_BT, mask_BT), mask_BT.sum()
     with torch.no_grad():

@@ -1,0 +1,23 @@
+"""How `stepwell ppo` starts."""
+
+from __future__ import annotations
+
+from stepwell.commands.starts.inputs import tokenizer_of
+from stepwell.commands.starts.prompts import prompts_of, report_drops
+from stepwell.config import Run
+from stepwell.posttrain.placement import reference_warnings
+from stepwell.posttrain.ppo import check_ppo, ppo
+
+
+def check(run: Run) -> list[str]:
+    tokenizer = tokenizer_of(run)
+    prompts, _ = prompts_of(run, tokenizer)
+    check_ppo(run, prompts, tokenizer)
+    return reference_warnings(run)
+
+
+def start(run: Run) -> int:
+    tokenizer = tokenizer_of(run)
+    prompts, dropped = prompts_of(run, tokenizer)
+    report_drops(run, dropped)
+    return ppo(run, prompts, tokenizer, dropped=dropped)
