@@ -168,12 +168,12 @@ def test_the_console_shows_it(world):
     [
         ({"train.eval_every": 5}, r"train\.eval_every=5 needs held-out data: set data\.heldout"),
         ({"checkpoint.keep_best": 1}, r"keep_best=1 needs train\.eval_every above 0"),
-        ({"data.heldout_path": "x"}, r"data\.heldout_path='x' belongs to method\.kind='sft'"),
+        ({"data.heldout_path": "x"}, r"data\.heldout_path='x' belongs to sft, dpo and reward"),
         (
             {"method.kind": "sft", "data.heldout_path": "x", "data.heldout": '[{path = "y"}]'},
             "exclude each other",
         ),
-        ({"method.kind": "grpo", "train.eval_every": 5}, "belongs to pretrain and sft"),
+        ({"method.kind": "grpo", "train.eval_every": 5}, "belongs to pretrain, sft, dpo and reward"),
         ({"method.kind": "sft", "train.eval_every": 5}, r"or data\.heldout_path"),
     ],
 )
