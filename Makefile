@@ -8,7 +8,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
-DEV_EXTRAS := dev,fasttext,interop,lowbit,smollm2,tensorboard,reasoning-gym,dedup,trees,web,corpus,ray
+DEV_EXTRAS := dev,fasttext,interop,lowbit,smollm2,tensorboard,reasoning-gym,math,schema,dedup,trees,web,corpus,ray
 
 .PHONY: help run test test-slow lint format bench bench-gpu clean
 

@@ -21,20 +21,23 @@ if TYPE_CHECKING:
     from stepwell.parallel.mesh import Mesh
     from stepwell.tokenizer import Tokenizer
 
+PROGRAM_ENDS = ("timeout", "memory", "error")  # first words of a verdict's detail
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Verdict]]
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """score: a verdict for each answer. requires: the columns that a row must have. is_model: its
-    scores are learnt, so junk may score anything. is_penalty: the best score is that of an answer
-    with nothing wrong, also of an empty one. close: ends what it has started."""
+    """score: a verdict for each answer. requires: the columns that a row must have ("a or b": one
+    of them). is_model: its scores are learnt, so junk may score anything. is_penalty: its best
+    score is that of an answer with nothing wrong, also of an empty one. close: ends what it has
+    started. warning: what a user should know about it."""
 
     score: Score
     requires: tuple[str, ...] = ()
     is_model: bool = False
     is_penalty: bool = False
     close: Callable[[], None] = lambda: None
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ class Rewards:
             for name in dimension.scorer.requires:
                 _check_column(dimension.term, name, prompts)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What a user should know before the run starts."""
+        scorers = {d.term.name: d.scorer for d in self.dimensions}
+        return [f"reward {name!r}: {s.warning}" for name, s in scorers.items() if s.warning]
+
     def close(self) -> None:
         for dimension in self.dimensions:
             dimension.scorer.close()
@@ -104,7 +113,8 @@ def composite(terms: Sequence[RewardTerm], verdicts: Sequence[Verdict]) -> Verdi
 
 def reward_metrics(names: Sequence[str], verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Of all ranks' verdicts: each dimension's mean over the answers that it applies to, and how
-    many it did not apply to or failed on. A dimension that applied to none has no mean."""
+    many it did not apply to or failed on. A dimension that applied to none has no mean. Of answers
+    that were run as programs: how many ended in another way than with a wrong result."""
     metrics: dict[str, float] = {}
     for name in names:
         scores = [v.scores.get(name) for v in verdicts]
@@ -117,6 +127,10 @@ def reward_metrics(names: Sequence[str], verdicts: Sequence[Verdict]) -> dict[st
         metrics[f"reward/{name}/not_applicable"] = (
             len(scores) - len(known) - sum(map(bool, failures))
         )
+        ends = [v.details.get(name, "").partition(":")[0] for v in verdicts if not v.failures]
+        for end in PROGRAM_ENDS:
+            if end in ends:
+                metrics[f"reward/{name}/program_{end}"] = ends.count(end)
     return metrics
 
 
@@ -165,12 +179,13 @@ def _clipped(verdict: Verdict, term: RewardTerm) -> Verdict:
 
 
 def _check_column(term: RewardTerm, name: str, prompts: Sequence[Prompt]) -> None:
-    lacking = [prompt for prompt in prompts if name not in prompt.columns]
+    enough = name.split(" or ")
+    lacking = [p for p in prompts if not any(column in p.columns for column in enough)]
     if not lacking:
         return
     there = ", ".join(repr(column) for column in lacking[0].columns) or "none"
     raise DataError(
-        f"the verifier needs the column {name!r}, which {len(lacking)} of {len(prompts)} rows lack"
-        f"{nearest(name, lacking[0].columns)}; beside the prompt they have: {there} "
-        f"(reward {term.name!r}, source {term.source!r})"
+        f"the verifier needs the column {' or '.join(map(repr, enough))}, which {len(lacking)} of "
+        f"{len(prompts)} rows lack{nearest(enough[0], lacking[0].columns)}; beside the prompt they "
+        f"have: {there} (reward {term.name!r}, source {term.source!r})"
     )

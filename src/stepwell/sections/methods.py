@@ -259,8 +259,9 @@ class RewardTerm(Section):
     """A dimension of the reward: `weight` times what `source` says is added up.
 
     source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET,
-    model:FOLDER[,FOLDER], overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low, high: bounds that it is
-    clipped to. answers for which it says None are left out of this dimension.
+    model:FOLDER[,FOLDER], overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low,
+    high: bounds that it is clipped to. Answers for which it says None are left out of this
+    dimension.
     """
 
     name: str

@@ -11,7 +11,8 @@ from typing import Any
 from stepwell.eval.grade import Verifier
 from stepwell.types import ConfigError
 
-ANSWER = re.compile(r"answer\s*(?:is|:|=)*\s*(.+)", re.IGNORECASE)
+# Possessive, so that a long run of blanks costs no more than its length.
+ANSWER = re.compile(r"answer\s*+(?:(?:is|:|=)\s*+)*+(.+)", re.IGNORECASE)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 
 
@@ -41,13 +42,18 @@ def final_answer(text: str) -> str:
 def _same(given: str, truth: str) -> bool:
     wanted = _number(truth)
     if wanted is None:
-        return _normal(given) == _normal(truth) != ""
+        return same_text(given, truth)
     given = given.rpartition("=")[2]
     found = _number(given)
     if found is None:  # words around it, e.g. "42 apples"; several numbers are no answer
         numbers = NUMBER.findall(given)
         found = _number(numbers[0]) if len(numbers) == 1 else None
     return found == wanted
+
+
+def same_text(given: str, truth: str) -> bool:
+    """Without case, outer punctuation and repeated blanks; an empty text is like none."""
+    return _normal(given) == _normal(truth) != ""
 
 
 def _number(text: str) -> Decimal | None:

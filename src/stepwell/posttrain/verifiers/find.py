@@ -1,41 +1,53 @@
-"""A verifier by its name. What a verifier is: `eval.grade`."""
+"""A verifier by its name: what grades texts in plain Python. What a verifier is: `eval.grade`."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from stepwell.eval.grade import Verifier
 from stepwell.types import ConfigError, nearest
 
-KINDS = ("exact", "regex:PATTERN", "gym:SET")
+PLAIN = ("exact", "math")
+DETAILED = ("regex:PATTERN", "json:SCHEMA_FILE", "gym:SET", "python:FILE.py:FUNCTION")
+KINDS = (*PLAIN, *DETAILED)
 
 
 def find_verifier(name: str) -> Verifier:
-    """`exact`, `regex:PATTERN` or `gym:SET`. Raises ConfigError for another name."""
+    """Raises ConfigError for an unknown name, and for one that lacks its package or file."""
     kind, _, detail = name.partition(":")
-    open_kind = _plain(kind) if not detail else _detailed(kind)
-    if open_kind is None:
+    found = _plain(name) or (_detailed(kind, detail) if detail else None)
+    if found is None:
         raise ConfigError(
             f"unknown verifier {name!r}{nearest(name, KINDS)}; known: {', '.join(KINDS)}"
         )
-    return open_kind(detail)
+    return found
 
 
-def _plain(kind: str) -> Callable[[str], Verifier] | None:
+def _plain(kind: str) -> Verifier | None:
     if kind == "exact":
         from stepwell.posttrain.verifiers.exact import exact
 
-        return lambda _: exact
+        return exact
+    if kind == "math":
+        from stepwell.posttrain.verifiers.maths import maths
+
+        return maths()
     return None
 
 
-def _detailed(kind: str) -> Callable[[str], Verifier] | None:
+def _detailed(kind: str, detail: str) -> Verifier | None:
     if kind == "regex":
         from stepwell.posttrain.verifiers.exact import regex
 
-        return regex
+        return regex(detail)
+    if kind == "json":
+        from stepwell.posttrain.verifiers.schema import json_schema
+
+        return json_schema(detail)
     if kind == "gym":
         from stepwell.posttrain.verifiers.gym import gym
 
-        return gym
+        return gym(detail)
+    if kind == "python":
+        from stepwell.posttrain.verifiers.python_file import python_function
+
+        return python_function(detail)
     return None
