@@ -12,11 +12,13 @@ from stepwell.posttrain.rollout import Group
 
 @dataclass(frozen=True)
 class Drawn:
-    """kept: trained on. thrown: dead groups that were replaced. refills: further rollouts."""
+    """kept: trained on. thrown: dead groups that were replaced. refills: further rollouts, of
+    num_refilled groups in all."""
 
     kept: tuple[Group, ...]
     thrown: tuple[Group, ...] = ()
     refills: int = 0
+    num_refilled: int = 0
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -29,13 +31,15 @@ def draw_alive(draw: Callable[[int, int], Sequence[Group]], wanted: int, max_ref
     say. draw: (how many, number of the refill, 0 for the first rollout) -> groups."""
     kept: list[Group] = []
     dead: list[Group] = []
-    refills = 0
+    refills = num_refilled = 0
     for attempt in range(max_refills + 1):
-        refills = attempt
-        for group in draw(wanted - len(kept), attempt):
+        missing = wanted - len(kept)
+        if attempt:
+            refills, num_refilled = attempt, num_refilled + missing
+        for group in draw(missing, attempt):
             (dead if is_dead(group.rewards) else kept).append(group)
         if len(kept) == wanted:
             break
     if not kept:
         kept, dead = dead[:wanted], dead[wanted:]
-    return Drawn(tuple(kept), tuple(dead), refills)
+    return Drawn(tuple(kept), tuple(dead), refills, num_refilled)

@@ -7,7 +7,7 @@ advantage within each group, make policy-gradient steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics, reward_terms
 from stepwell.posttrain.rollout import Group, Rollouts, collect
 from stepwell.posttrain.sampled import (
+    REFILL_SEED,
     all_shares,
     check_failures,
     dealt,
@@ -39,10 +40,11 @@ from stepwell.posttrain.sampled import (
     open_samples,
     prompt_numbers,
     rollout_metrics,
-    rollout_seed,
+    step_prompts,
 )
-from stepwell.posttrain.sampled import step_prompts as step_prompts
-from stepwell.posttrain.sampling.gauge import Gauge
+from stepwell.posttrain.sampling.environments import Factory, find_environment
+from stepwell.posttrain.sampling.gauge import Agreement, Gauge
+from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import GRPO, RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session, open_session
@@ -52,10 +54,10 @@ from stepwell.types import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """How many rollouts were trained on, and how many prompts were drawn for them."""
+    """How many rollouts were asked for, and how many prompts were drawn to refill them."""
 
     rollouts: int = 0
-    prompts: int = 0
+    refilled: int = 0
 
 
 def grpo(
@@ -128,143 +130,150 @@ def _train(
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, pad_id = run.method, tokenizer.pad_id
     assert isinstance(method, GRPO)
-    sampler = Sampler(session, prompts, tokenizer, rewards)
-    start, place, fresh = engine.step, place_of(session.extra, method), session.extra is None
+    environment = find_environment(method.environment) if method.environment else None
+    greedy = partial(greedy_groups, session, prompts, tokenizer, rewards, environment)
+    start, place, fresh = engine.step, place_of(session.extra), session.extra is None
     samples = open_samples(session, fresh) if mesh.is_main else None
     if fresh:
-        write(samples, start, sampler.greedy(), greedy=True)
+        write(samples, start, greedy(), greedy=True)
+    mine = lambda number: [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
+    warned = False
     session.pause()
-    while not session.finished:
-        numbers = sampler.numbers(place.prompts, method.prompts_per_step)
-        mine = numbers[mesh.data_rank :: mesh.data_world]
-        if session.is_jumped("rollouts", place.rollouts + 1, mine):
-            place = Place(place.rollouts + 1, place.prompts + len(numbers))
-            continue
-        drawn, place = sampler.draw(place)
-        more = sampler.headline(drawn)
-        if engine.step == start:
-            check_failures(Rollouts(drawn.groups).rows())
-        answers = answers_of(Rollouts(drawn.kept))
-        if reference is not None:
-            answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
-        if method.updates_per_rollout * num_parts(answers, method) > 1:
-            answers = scored(answers, OLD, engine, run, pad_id, mesh)
-        answers = with_advantages(answers, method)
-        lengths = [num_trained(answer, method) for answer in answers]
-        divisors = denominators(method, lengths, num_parts(answers, method))
-        seed, action = [run.train.seed, place.rollouts], ""
-        for batch in minibatches(answers, method, run.data.seq_len, pad_id, mesh, seed):
-            gauge = Gauge()
-            info = session.step(
-                batch,
-                policy_loss(method, gauge),
-                method.temperature,
-                partial(numbers_of, more, gauge, mesh),
-                divisors,
-            )
-            action = info.verdict.action
-            if session.finished or action == "rewind":
-                break
-        if action == "rewind":
-            found = session.rewind(method.updates_per_rollout * method.minibatches)
-            place = place_of(found, method)
-            if samples is not None:
-                samples.close()
-                samples = open_samples(session)
-            continue
-        write(samples, engine.step, drawn.kept, greedy=False, trained=True)
-        write(samples, engine.step, drawn.thrown, greedy=False, trained=False)
-        if session.finished:
-            write(samples, engine.step, sampler.greedy(), greedy=True)
-            session.pause()
-        session.after_step({"rollouts": place.rollouts, "prompts": place.prompts})
+    with rollout_stream(session, mine, rewards, tokenizer, environment) as stream:
+        while not session.finished:
+            numbers = step_prompts(len(prompts), run, place.rollouts, session)
+            if session.is_jumped("rollouts", place.rollouts + 1, numbers):
+                place = replace(place, rollouts=place.rollouts + 1)
+                continue
+            drawn = draw(stream, place, prompts)
+            if engine.step == start:
+                check_failures(Rollouts(drawn.groups).rows())
+            more = {**headline(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
+            answers = answers_of(Rollouts(drawn.kept))
+            if reference is not None:
+                answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
+            if method.updates_per_rollout * num_parts(answers, method) > 1:
+                answers = scored(answers, OLD, engine, run, pad_id, mesh)
+            answers = with_advantages(answers, method)
+            lengths = [num_trained(answer, method) for answer in answers]
+            divisors = denominators(method, lengths, num_parts(answers, method))
+            seed, action = [run.train.seed, place.rollouts], ""
+            for batch in minibatches(answers, method, run.data.seq_len, pad_id, mesh, seed):
+                gauge = Seen(Gauge(), mesh, more)
+                loss = policy_loss(method, gauge.gauge)
+                info = session.step(batch, loss, method.temperature, gauge.numbers, divisors)
+                action = info.verdict.action
+                warned = gauge.warn(session, int(more["rollout/staleness"]), warned)
+                if session.finished or action == "rewind":
+                    break
+            if action == "rewind":
+                place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
+                stream.rewind(place.rollouts)
+                if samples is not None:
+                    samples.close()
+                    samples = open_samples(session)
+                continue
+            place = Place(place.rollouts + 1, place.refilled + drawn.num_refilled)
+            write(samples, engine.step, drawn.kept, greedy=False, trained=True)
+            write(samples, engine.step, drawn.thrown, greedy=False, trained=False)
+            if session.finished:
+                write(samples, engine.step, greedy(), greedy=True)
+                session.pause()
+            stream.after_step(asdict(place))
     if samples is not None:
         samples.close()
     return engine.step - start
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Draws groups of answers; every rank has those of all."""
+def draw(stream: RolloutStream, place: Place, prompts: Sequence[Prompt]) -> Drawn:
+    """The groups of the next rollout; every rank has those of all."""
+    session, mesh = stream.session, stream.session.engine.mesh
+    method, extra, refilled = session.run.method, asdict(place), place.refilled
+    assert isinstance(method, GRPO)
+    seed = session.run.train.seed
 
-    session: Session
-    prompts: Sequence[Prompt]
-    tokenizer: Tokenizer
-    rewards: Rewards
-
-    @property
-    def method(self) -> GRPO:
-        method = self.session.run.method
-        assert isinstance(method, GRPO)
-        return method
-
-    def numbers(self, first: int, count: int) -> list[int]:
-        return prompt_numbers(len(self.prompts), self.session.run.train.seed, first, count)
-
-    def draw(self, place: Place) -> tuple[Drawn, Place]:
-        """The groups of the next rollout, and the place after it."""
-        method, drawn = self.method, place.prompts
-
-        def take(count: int, refill: int) -> tuple[Group, ...]:
-            nonlocal drawn
-            chosen = [self.prompts[i] for i in self.numbers(drawn, count)]
-            drawn += count
-            seed = rollout_seed(self.session.run.train.seed, place.rollouts, refill)
-            return self.answer(chosen, method.group_size, method.temperature, seed)
-
-        if method.dynamic_sampling:
-            found = draw_alive(take, method.prompts_per_step, method.max_refills)
+    def take(count: int, refill: int) -> tuple[Group, ...]:
+        nonlocal refilled
+        if refill == 0:
+            rollouts = stream.take(place.rollouts, extra)
         else:
-            found = Drawn(take(method.prompts_per_step, 0))
-        return found, Place(place.rollouts + 1, drawn)
+            # An order of their own: what a rollout begins with is fixed by its number.
+            numbers = prompt_numbers(len(prompts), seed + REFILL_SEED, refilled, count)
+            refilled += count
+            chosen = [prompts[i] for i in numbers[mesh.data_rank :: mesh.data_world]]
+            rollouts = stream.take_more(place.rollouts, refill, chosen, extra)
+        return dealt(all_shares(rollouts, mesh), count).groups
 
-    def greedy(self) -> tuple[Group, ...]:
-        """The likeliest answers to a few fixed prompts."""
-        return self.answer(fixed_prompts(self.prompts), 1, 0.0, 0)
-
-    def answer(
-        self, prompts: Sequence[Prompt], group_size: int, temperature: float, seed: int
-    ) -> tuple[Group, ...]:
-        mesh = self.session.engine.mesh
-        sampling = Sampling(
-            temperature=temperature,
-            eos_ids=self.tokenizer.stop_ids,
-            max_new_tokens=self.method.max_new_tokens,
-        )
-        rollouts = collect(
-            self.session.engine,
-            prompts[mesh.data_rank :: mesh.data_world],
-            group_size,
-            sampling,
-            self.rewards,
-            self.tokenizer,
-            seed=seed,
-        )
-        return dealt(all_shares(rollouts, mesh), len(prompts)).groups
-
-    def headline(self, drawn: Drawn) -> dict[str, float]:
-        """What the rollout says of the policy, over all that were drawn."""
-        method, terms = self.method, [dimension.term for dimension in self.rewards.dimensions]
-        rollouts = Rollouts(drawn.groups)
-        verdicts = [verdict for group in drawn.groups for verdict in group.verdicts]
-        found = rollout_metrics([rollouts], rollouts.rows(), terms)
-        found |= reward_metrics(self.rewards.names, verdicts)
-        if method.dynamic_sampling:
-            found["rollout/refills"] = drawn.refills
-            found["rollout/thrown_groups"] = len(drawn.thrown)
-            found["rollout/missing_groups"] = method.prompts_per_step - len(drawn.kept)
-        return found
+    if not method.dynamic_sampling:
+        return Drawn(take(method.prompts_per_step, 0))
+    return draw_alive(take, method.prompts_per_step, method.max_refills)
 
 
-def numbers_of(more: Mapping[str, float], gauge: Gauge, mesh: Mesh) -> dict[str, float]:
-    """What a step's line says besides the engine's numbers."""
-    return {**more, **gauge.read(mesh).metrics()}
+def greedy_groups(
+    session: Session,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    rewards: Rewards,
+    environment: Factory | None,
+) -> tuple[Group, ...]:
+    """The likeliest answers to a few fixed prompts, all ranks' on every rank."""
+    run, mesh, chosen = session.run, session.engine.mesh, fixed_prompts(prompts)
+    method = run.method
+    assert isinstance(method, GRPO)
+    sampling = Sampling(0.0, eos_ids=tokenizer.stop_ids, max_new_tokens=method.max_new_tokens)
+    rollouts = collect(
+        session.engine,
+        chosen[mesh.data_rank :: mesh.data_world],
+        1,
+        sampling,
+        rewards,
+        tokenizer,
+        environment=environment,
+        max_turns=method.max_turns,
+        max_len=min(run.data.seq_len, run.model.max_seq_len),
+        timeout_s=method.reward_timeout_s,
+    )
+    return dealt(all_shares(rollouts, mesh), len(chosen)).groups
 
 
-def place_of(extra: Mapping[str, Any] | None, method: GRPO) -> Place:
-    """Where a checkpoint's loop was; those before dynamic sampling don't count prompts."""
-    rollouts = (extra or {}).get("rollouts", 0)
-    return Place(rollouts, (extra or {}).get("prompts", rollouts * method.prompts_per_step))
+def headline(drawn: Drawn, rewards: Rewards, method: GRPO) -> dict[str, float]:
+    """What a rollout says of the policy, over all groups that were drawn."""
+    rollouts = Rollouts(drawn.groups)
+    verdicts = [verdict for group in drawn.groups for verdict in group.verdicts]
+    terms = [dimension.term for dimension in rewards.dimensions]
+    found = rollout_metrics([rollouts], rollouts.rows(), terms)
+    found |= reward_metrics(rewards.names, verdicts)
+    if method.dynamic_sampling:
+        found["rollout/refills"] = drawn.refills
+        found["rollout/thrown_groups"] = len(drawn.thrown)
+        found["rollout/missing_groups"] = method.prompts_per_step - len(drawn.kept)
+    return found
+
+
+class Seen:
+    """What a step's line says besides the engine's numbers: of the rollout, and how far its sampler
+    is from the trainer."""
+
+    def __init__(self, gauge: Gauge, mesh: Mesh, rollout: Mapping[str, float]):
+        self.gauge, self.mesh, self.rollout = gauge, mesh, rollout
+        self.agreement: Agreement | None = None
+
+    def numbers(self) -> dict[str, float]:
+        self.agreement = self.gauge.read(self.mesh)
+        return {**self.rollout, **self.agreement.metrics()}
+
+    def warn(self, session: Session, staleness: int, warned: bool) -> bool:
+        """Whether sampler and trainer disagree; an event when that begins (warned: it has)."""
+        assert self.agreement is not None
+        message = self.agreement.warning(staleness)
+        if message is not None and not warned:
+            session.log.event("sampler", session.engine.step, message=message)
+        return message is not None
+
+
+def place_of(extra: Mapping[str, Any] | None) -> Place:
+    """Where a checkpoint's loop was."""
+    return Place(**{k: v for k, v in (extra or {}).items() if k in ("rollouts", "refilled")})
 
 
 def with_overlong(method: GRPO) -> GRPO:

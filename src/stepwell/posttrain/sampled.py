@@ -22,8 +22,8 @@ from stepwell.types import TrainingError
 # Sources that know whether an answer is right; others grade it.
 VERIFIABLE = ("exact", "math", "regex", "json", "code", "tests", "gym")
 RIGHT = 0.99
-# Keeps the seeds of a rollout's refills apart from those of other rollouts.
-REFILL_SEED = 1 << 40
+# Refills take their prompts in another order.
+REFILL_SEED = 1 << 20
 NUM_FIXED = 8
 
 
@@ -48,8 +48,8 @@ def prompt_numbers(num_prompts: int, seed: int, first: int, count: int) -> list[
     return found
 
 
-def rollout_seed(seed: int, num_rollouts: int, refill: int = 0) -> int:
-    return seed * 1_000_003 + num_rollouts + refill * REFILL_SEED
+def rollout_seed(seed: int, num_rollouts: int) -> int:
+    return seed * 1_000_003 + num_rollouts
 
 
 def fixed_prompts(prompts: Sequence[Prompt], count: int = NUM_FIXED) -> list[Prompt]:
