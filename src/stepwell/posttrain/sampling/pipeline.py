@@ -138,11 +138,12 @@ class RolloutStream:
         return self._score(self._finish(sampled, extra))
 
     def after_step(self, extra: dict[str, Any]) -> None:
-        """`session.after_step`, with the queue complete before a checkpoint is written."""
+        """`session.after_step`, with the queue complete before a checkpoint is written: its errors
+        are raised instead."""
         due = self.session.due()
         if due.save and not self.session.finished:
             for future in self._jobs.values():
-                future.exception()  # only waits: whoever takes the rollout gets the error
+                future.result()
         self.session.after_step(extra, due)
         if due.save:
             self._prune()
