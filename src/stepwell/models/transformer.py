@@ -31,6 +31,7 @@ from stepwell.models.layers import (
     upcast,
 )
 from stepwell.models.logits import token_stats
+from stepwell.models.neftune import Noise, noisy
 from stepwell.models.recompute import checkpointed
 from stepwell.sections.model import ModelConfig
 
@@ -70,7 +71,7 @@ class ForwardOptions:
     cp: the ranks that each have some tokens of the rows, if there are several; inputs and outputs
     are then this rank's tokens, and cu_seqlens the borders in the full rows.
     keys_N: what the dropout of adapters knows this rank's tokens by (before tp divides them); None:
-    nothing is dropped."""
+    nothing is dropped. noise: of the same tokens' embeddings."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -82,6 +83,7 @@ class ForwardOptions:
     tp: dist.ProcessGroup | None = None
     cp: ContextRanks | None = None
     keys_N: Tensor | None = None
+    noise: Noise | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,12 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens_BT: Tensor, options: ForwardOptions) -> Tensor:
         assert self.embed is not None
-        return embed(tokens_BT.flatten(), local(self.embed.weight), options.dtype, options.tp)
+        weight_VD = local(self.embed.weight)
+        x_ND = embed(tokens_BT.flatten(), weight_VD, options.dtype, options.tp)
+        if options.noise is None:
+            return x_ND
+        start = 0 if options.tp is None else options.tp.rank() * x_ND.shape[0]
+        return noisy(x_ND, options.noise.rows(start, start + x_ND.shape[0]))
 
     def _outputs(
         self,

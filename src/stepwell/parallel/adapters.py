@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
-from stepwell.models.adapter_dropout import column_keys, token_keys
+from stepwell.models.adapter_dropout import token_keys
 from stepwell.models.axes import axes_of, divided_dim
+from stepwell.models.counter_bits import column_keys
 from stepwell.models.lora import Divided, LoraLinear, merged_weight
 from stepwell.models.lora_shapes import (
     MAGNITUDE,

@@ -22,6 +22,7 @@ from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
 from stepwell.models.lora import LoraLinear, without_adapters
 from stepwell.models.lora_shapes import is_adapter
+from stepwell.models.neftune import Noise
 from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
 from stepwell.parallel import adapters
 from stepwell.parallel.apply import parallelize
@@ -31,6 +32,7 @@ from stepwell.parallel.context import (
     gather_tokens,
     local_tokens,
 )
+from stepwell.parallel.embedding_noise import embedding_noise
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
 from stepwell.parallel.init import Rule, init_parameters, normal_
@@ -210,9 +212,11 @@ class Engine:
         tally = Tally(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
         def objective(piece: Decoder, inputs: Tensor | None, i: int) -> Tensor:
-            keys_N = self._dropout_keys(micro_batches[i])
-            needs = loss.needs
-            outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs, keys_N)
+            micro = micro_batches[i]
+            keys_N, noise = self._dropout_keys(micro), None
+            if inputs is None:
+                noise = embedding_noise(micro, self.run, self.step, self.mesh)
+            outputs = self._forward(micro, loss.needs, temperature, piece, inputs, keys_N, noise)
             if not piece.piece.last:
                 return outputs
             mine = local_tokens(micro_batches[i], self.mesh)
@@ -611,6 +615,7 @@ class Engine:
         piece: Decoder,
         inputs: Tensor | None,
         keys_N: Tensor | None = None,
+        noise: Noise | None = None,
     ) -> Any:
         """What a piece makes of the tokens, or of the x_ND that it is given: x_ND, or TokenOutputs
         from the last one."""
@@ -630,6 +635,7 @@ class Engine:
             tp=self.mesh.tp_group,
             cp=cp,
             keys_N=keys_N,
+            noise=noise,
         )
         if self.run.layout.compile:  # the number of documents changes from batch to batch
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
