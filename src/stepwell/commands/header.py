@@ -12,8 +12,9 @@ from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
 from stepwell.plan.memory import MemoryLedger, predict_memory
+from stepwell.plan.models import ModelBytes, predict_models
 from stepwell.plan.shards import num_shards
-from stepwell.sections.methods import GRPO
+from stepwell.sections.methods import SampledMethod
 from stepwell.train.curriculum import low_rate_warnings, shares_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -35,6 +36,7 @@ def header_text(run: Run, ranks: Ranks | None = None) -> str:
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in levers.items()))
     lines += stage_lines(run)
     lines += memory_lines(run, ranks, ledger)
+    lines += model_lines(models_of(run, ranks))
     return "\n".join(lines)
 
 
@@ -72,13 +74,14 @@ def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
             "items": ledger.items.named(),
             "by_phase": ledger.by_phase,
             "host": ledger.host,
+            "models": {name: held.named() for name, held in models_of(run, ranks).items()},
         },
     }
 
 
 def work_text(run: Run) -> str:
     method, steps = run.method, run.train.steps
-    if isinstance(method, GRPO):
+    if isinstance(method, SampledMethod):
         answers = method.prompts_per_step * method.group_size
         return (
             f"{steps:,} steps, {method.prompts_per_step} prompts x {method.group_size} answers = "
@@ -162,6 +165,32 @@ def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger) -> list[str]:
         a_rank = " of each rank" if ranks.world > 1 else ""
         lines.append(f"    on the host{a_rank}: {kinds}")
     return lines
+
+
+def models_of(run: Run, ranks: Ranks) -> dict[str, ModelBytes]:
+    """What each of the method's models holds on a rank. Raises CheckpointError for a critic or
+    reward model whose folder holds none."""
+    critic, rewards = None, {}
+    if isinstance(run.method, SampledMethod):
+        from stepwell.posttrain.placement import other_models
+
+        critic, rewards = other_models(run)
+    return predict_models(run, ranks.world, critic, rewards)
+
+
+def model_lines(models: Mapping[str, ModelBytes]) -> list[str]:
+    """A line for each of several models; nothing for one alone, which the step's memory tells."""
+    if len(models) < 2:
+        return []
+    lines = []
+    for name, held in models.items():
+        parts = {k: n for k, n in held.named().items() if n and k != "host"}
+        text = ", ".join(f"{key} {size_text(n)}" for key, n in parts.items())
+        if held.host:
+            text += f"{', ' if text else ''}on the host {size_text(held.host)}"
+        lines.append(f"    {name}: {text or 'nothing of its own'}")
+    total = sum(held.total for held in models.values())
+    return [f"  state of {len(models)} models: {size_text(total)}", *lines]
 
 
 def item_names(run: Run, ranks: Ranks, sizes: AxisSizes) -> dict[str, str]:

@@ -17,6 +17,7 @@ from stepwell.data.batch import Batch
 from stepwell.data.store import TokenStore
 from stepwell.metrics import read_events, read_metrics
 from stepwell.parallel.mesh import all_gather_objects
+from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine, Stats
@@ -177,11 +178,11 @@ def load_run(folder: Path) -> Run:
     if not (folder / RECIPE).is_file():
         raise DataError(f"{folder} has no {RECIPE}: give a run's folder")
     run = Run.load(folder / RECIPE)
-    if run.method.kind == "grpo":
+    if isinstance(run.method, SampledMethod):
         raise ConfigError(
-            f"{folder} is a grpo run: its batches are answers that were sampled and judged while "
-            "it ran, and what a verifier said need not come again; samples.jsonl holds them with "
-            "their rewards. pretrain and sft runs can be replayed"
+            f"{folder} is a {run.method.kind} run: its batches are answers that were sampled and "
+            "judged while it ran, and what a verifier said need not come again; samples.jsonl "
+            "holds them with their rewards. pretrain and sft runs can be replayed"
         )
     return run
 

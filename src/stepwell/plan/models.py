@@ -68,7 +68,7 @@ def predict_models(
         }.get(place, ModelBytes())
     for name, model in (rewards or {}).items():
         elements = sum(prod(shape) for shape in parameter_shapes(model).values())
-        found[f"reward {name}"] = ModelBytes(elements * DTYPE_BYTES[run.precision.compute])
+        found[name] = ModelBytes(elements * DTYPE_BYTES[run.precision.compute])
     return found
 
 

@@ -15,11 +15,13 @@ from stepwell.data.batch import Batch
 from stepwell.hardware import live_tensor_bytes
 from stepwell.parallel.mesh import Mesh
 from stepwell.plan.models import ModelBytes
-from stepwell.sections.methods import GRPO, PPO, OnlineDPO
-from stepwell.sections.model import LoraConfig
+from stepwell.posttrain.critic import critic_run
+from stepwell.posttrain.rewards import Rewards, reward_terms
+from stepwell.sections.methods import GRPO, PPO, OnlineDPO, RewardTerm, SampledMethod
+from stepwell.sections.model import LoraConfig, ModelConfig
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine
-from stepwell.train.weights import initial_weights
+from stepwell.train.weights import initial_weights, read_model
 from stepwell.types import ConfigError
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -160,6 +162,38 @@ def measured(engine: Engine, gradient_bytes: int = 0) -> ModelBytes:
         master=live_tensor_bytes(trained),
         moments=live_tensor_bytes(moments),
     )
+
+
+def measured_rewards(rewards: Rewards) -> dict[str, ModelBytes]:
+    """Of the reward models, by the names that `other_models` gives them."""
+    found = {}
+    for dimension in rewards.dimensions:
+        engines = dimension.scorer.engines
+        for name, engine in zip(_names(dimension.term, len(engines)), engines, strict=True):
+            found[name] = measured(engine)
+    return found
+
+
+def other_models(run: Run) -> tuple[ModelConfig | None, dict[str, ModelConfig]]:
+    """The dimensions of a critic that does not start from the policy, and of the reward models by
+    name. Raises CheckpointError for a folder that holds no model."""
+    method, critic, rewards = run.method, None, {}
+    if not isinstance(method, SampledMethod):
+        return None, {}
+    if isinstance(method, PPO) and method.critic_init is not None:
+        alone = critic_run(run)
+        critic = None if alone is None else alone.model
+    for term in reward_terms(method):
+        kind, _, folders = term.source.partition(":")
+        if kind == "model":
+            paths = folders.split(",")
+            for name, path in zip(_names(term, len(paths)), paths, strict=True):
+                rewards[name] = read_model(str(checkpoint.latest(path) or path))
+    return critic, rewards
+
+
+def _names(term: RewardTerm, count: int) -> list[str]:
+    return [f"reward {term.name}" + (f" {i + 1}" if count > 1 else "") for i in range(count)]
 
 
 def measured_reference(reference: Reference) -> ModelBytes:

@@ -30,6 +30,7 @@ from stepwell.posttrain.placement import (
     gradient_bytes,
     measured,
     measured_reference,
+    measured_rewards,
     open_reference,
 )
 from stepwell.posttrain.ppo_loss import policy_loss, shared
@@ -179,7 +180,7 @@ def _train(
             part = shared(denominators, loss, batch)
             info = session.step(batch, loss, method.temperature, seen, part)
             if not told:
-                _tell_memory(session, critic, reference, held)
+                _tell_memory(session, critic, reference, rewards, held)
                 told = True
             action = info.verdict.action
             if session.finished or action == "rewind":
@@ -310,6 +311,7 @@ def _tell_memory(
     session: Session,
     critic: Engine | None,
     reference: Reference | None,
+    rewards: Rewards,
     gradients: Mapping[str, int],
 ) -> None:
     """What each model's tensors take, beside what the header said."""
@@ -318,5 +320,6 @@ def _tell_memory(
         found[CRITIC] = measured(critic, gradients[CRITIC])
     if reference is not None:
         found["reference"] = measured_reference(reference)
+    found |= measured_rewards(rewards)
     step = session.engine.step
     session.log.event("memory", step, **{name: held.named() for name, held in found.items()})

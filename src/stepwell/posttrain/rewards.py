@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stepwell.config import Run
     from stepwell.parallel.mesh import Mesh
     from stepwell.tokenizer import Tokenizer
+    from stepwell.train.engine import Engine
 
 PROGRAM_ENDS = ("timeout", "memory", "error")  # first words of a verdict's detail
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Verdict]]
@@ -30,7 +31,7 @@ class Scorer:
     """score: a verdict for each answer. requires: the columns that a row must have ("a or b": one
     of them). is_model: its scores are learnt, so junk may score anything. is_penalty: its best
     score is that of an answer with nothing wrong, also of an empty one. close: ends what it has
-    started. warning: what a user should know about it."""
+    started. warning: what a user should know about it. engines: the models that it scores with."""
 
     score: Score
     requires: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class Scorer:
     is_penalty: bool = False
     close: Callable[[], None] = lambda: None
     warning: str = ""
+    engines: tuple[Engine, ...] = ()
 
 
 @dataclass(frozen=True)
