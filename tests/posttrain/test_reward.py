@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -22,45 +21,10 @@ from stepwell.train.engine import Engine
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks
-from tests.runs import MODEL, final_weights, finish, killed, measured, words, write_rows
+from tests.reward_rows import pair_rows, run_of, settings, step_rows
+from tests.runs import final_weights, finish, killed, measured, words, write_rows
 
 ALONE = Mesh(1, 0, 0, torch.device("cpu"))
-
-
-def pair_rows(seed: int, count: int) -> list[dict]:
-    """The chosen answer ends in `is`, the rejected one in `sum`; lengths say nothing."""
-    rng = random.Random(seed)
-
-    def digits() -> str:
-        return "".join(str(rng.randrange(10)) for _ in range(rng.randint(1, 6)))
-
-    return [
-        {
-            "prompt": f"{digits()}+",
-            "chosen": f"{digits()} is",
-            "rejected": f"{digits()} sum",
-            "margin": rng.choice([0.0, 1.0]),
-        }
-        for _ in range(count)
-    ]
-
-
-def step_rows(seed: int, count: int) -> list[dict]:
-    """A step is right that ends in `is`; labels are truth values, with -100 among them."""
-    rng = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        right = [rng.random() < 0.5 for _ in range(rng.randint(1, 4))]
-        rows.append(
-            {
-                "prompt": "1+2=",
-                "completions": [f"{rng.randrange(99)} {'is' if ok else 'sum'}" for ok in right],
-                "labels": [-100 if rng.random() < 0.2 else ok for ok in right],
-            }
-        )
-        if all(label == -100 for label in rows[-1]["labels"]):
-            rows[-1]["labels"][0] = right[0]
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -73,28 +37,6 @@ def world(tmp_path_factory):
     os.chdir(folder)
     yield folder
     os.chdir(before)
-
-
-def settings(folder: str, rows: str = "pairs", **more) -> dict:
-    return {
-        **MODEL,
-        "model.init": "base",
-        "data.path": f"{rows}.jsonl",
-        "data.tokenizer": "tokenizer",
-        "dir": folder,
-        "data.seq_len": 64,
-        "train.micro_batch_rows": 2,
-        "train.steps": 30,
-        "method.rows_per_step": 8,
-        "optim.lr": 0.02,
-        "optim.schedule.kind": "constant",
-        "precision.compute": "fp32",
-        **more,
-    }
-
-
-def run_of(folder: str, rows: str = "pairs", **more) -> Run:
-    return Run.parse({"method": {"kind": "reward"}}, settings(folder, rows, **more))
 
 
 def train(folder: str, rows: str = "pairs", **more) -> tuple[Run, list[dict]]:

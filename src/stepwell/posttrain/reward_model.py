@@ -17,7 +17,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
 from stepwell.data.packing import best_fit, pack_rows
-from stepwell.models.hf_reward import read_hf_notes
+from stepwell.models.hf_reward import RewardNotes, read_hf_notes
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.reward_ensembles import (
     Combination,
@@ -173,11 +173,9 @@ def open_scorer(
     alone = Mesh(1, 0, 0, mesh.device)
     members = []
     for folder in folders:
-        path = (
-            checkpoint.of_run_or_itself(folder, "the reward model")
-            if checkpoint.is_run(folder)
-            else Path(folder)
-        )
+        path = Path(folder)
+        if checkpoint.is_run(path):
+            path = checkpoint.of_run_or_itself(path, "the reward model")
         model = read_model(str(path))
         if model.head != "score":
             raise ConfigError(
@@ -197,17 +195,19 @@ def open_scorer(
             }
         )
         engine = Engine(run, initial_weights(model), alone if layout is None else mesh, frozen=True)
-        members.append(Member(folder, engine, *_notes(path)))
+        notes = score_notes(path)
+        members.append(Member(folder, engine, notes.pad_id, notes.mean, notes.sd))
     return Scorer(members, seq_len, aggregate, k, together=layout is not None)
 
 
-def _notes(path: Path) -> tuple[int | None, float | None, float | None]:
-    """The token that does not count at the end, and mean and deviation of held-out scores."""
+def score_notes(path: Path) -> RewardNotes:
+    """What is known of the scores of a run, a checkpoint or a Hugging Face folder."""
+    if checkpoint.is_run(path):
+        path = checkpoint.of_run_or_itself(path, "the reward model")
     if kind_of(str(path)) == "hf":
-        notes = read_hf_notes(path)
-        return notes.pad_id, notes.mean, notes.sd
+        return read_hf_notes(path)
     metrics = checkpoint.read_state(path).get("extra", {}).get("metrics", {})
-    return None, metrics.get(MEAN), metrics.get(SD)
+    return RewardNotes(None, metrics.get(MEAN), metrics.get(SD))
 
 
 def _one_number(engine: Engine, scores_DC: Tensor) -> Tensor:
