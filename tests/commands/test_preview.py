@@ -90,7 +90,7 @@ def test_settings_of_the_run_count(folder):
 def test_nothing_to_train_on_fails(folder, capsys):
     assert main(words(folder, rows="bad.jsonl")) == 3
     output = capsys.readouterr()
-    assert "no row of" in output.err
+    assert "none of the rows of" in output.err
     assert "method.train_on" in output.err
     assert "dropped: 1 x mask_all_zeros" in output.out
     assert main([*words(folder), "--data.seq_len", "2"]) == 3
@@ -113,3 +113,13 @@ def test_missing_data_or_tokenizer_is_refused(folder):
     for key in ("data.path", "data.tokenizer"):
         with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
             look(run_of(folder, **{key: None}), 1)
+
+
+def test_a_check_looks_at_the_rows(folder, capsys):
+    options = ["--model.vocab_size", "320", "--check"]
+    plain = ["sft", *words(folder)[2:], *options]
+    assert main(plain) == 0
+    shown = capsys.readouterr().out
+    assert "2 of 5 rows cannot be used (1 x missing_column, 1 x mask_all_zeros)" in shown
+    assert main(["sft", *words(folder, rows="bad.jsonl")[2:], *options]) == 3
+    assert "can be trained on: 1 x mask_all_zeros" in capsys.readouterr().err

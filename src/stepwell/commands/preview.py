@@ -88,21 +88,42 @@ def show(run: Run, number: int, as_json: bool) -> int:
 
     Raises ConfigError without data or a tokenizer, DataError if no row can be trained on.
     """
-    from stepwell.data.sft_data import summary
-
     found = look(run, number)
     if as_json:
         print(json.dumps(as_values(found), ensure_ascii=False))
     else:
         print_preview(found, Console(highlight=False, soft_wrap=True))
-    if found.kept == found.too_long:
-        if found.too_long:
-            raise DataError(
-                f"all {counted(found.too_long, 'usable row')} are cut before their first trained "
-                f"token: raise data.seq_len={run.data.seq_len}"
-            )
-        raise DataError(f"no row of {found.path} can be trained on: {summary(found.drops)}")
+    require_usable(found, run.data.seq_len)
     return 0
+
+
+def require_usable(found: Preview, seq_len: int) -> None:
+    """Raises DataError if nothing of the rows that were looked at would be trained."""
+    from stepwell.data.sft_data import summary
+
+    if found.kept > found.too_long:
+        return
+    which = f"the first {found.rows:,} rows" if found.more else "the rows"
+    if not found.too_long:
+        raise DataError(
+            f"none of {which} of {found.path} can be trained on: {summary(found.drops)}"
+        )
+    raise DataError(
+        f"all {counted(found.too_long, 'usable row')} among {which} of {found.path} are cut before "
+        f"their first trained token: raise data.seq_len={seq_len}"
+    )
+
+
+def warnings_of(found: Preview) -> list[str]:
+    """What of these rows will not be trained on."""
+    if not found.drops.total:
+        return []
+    reasons = ", ".join(f"{count:,} x {name}" for name, count in found.drops.by_reason.items())
+    first = f"the first {found.rows:,}" if found.more else f"{found.rows:,}"
+    return [
+        f"{found.path}: {found.drops.total:,} of {first} rows cannot be used ({reasons}); "
+        "`stepwell sft RECIPE --preview` shows why"
+    ]
 
 
 def look(run: Run, number: int) -> Preview:
