@@ -3,10 +3,12 @@ import json
 import pytest
 from tests.data.test_chat import CHATML, make
 
+from stepwell.config import Run
 from stepwell.data.chat import UnusableRow
-from stepwell.data.chat_formats import ChatRules, read_tools, standard_row
+from stepwell.data.chat_formats import ChatRules, chat_rules, read_tools, standard_row
 from stepwell.data.sft_data import build_sft_store, render_row
-from stepwell.types import DataError
+from stepwell.sections.methods import SFT
+from stepwell.types import ConfigError, DataError
 
 USER = {"role": "user", "content": "How are you?"}
 FINE = {"role": "assistant", "content": "Fine."}
@@ -198,3 +200,35 @@ def test_roles_that_no_message_has_leave_nothing(tmp_path):
         render_row(make(CHATML), {"messages": [USER, FINE]}, rules)
     with pytest.raises(DataError, match=r"no row of .* 1 x mask_all_zeros .*--preview"):
         build_sft_store(path, make(CHATML), tmp_path / "s", rules=rules)
+
+
+def test_the_keys_of_a_run_become_rules():
+    values = {
+        "method.format": "sharegpt",
+        "method.columns.role": "speaker",
+        "method.roles.user": "me",
+        "method.train_on": '["user", "tool"]',
+        "method.last_turn_only": True,
+    }
+    method = Run.parse({"method": {"kind": "sft"}}, values).method
+    assert isinstance(method, SFT)
+    assert chat_rules(method) == ChatRules(
+        "sharegpt", {"role": "speaker"}, {"me": "user"}, ("user", "tool"), True
+    )
+    assert chat_rules(SFT()) == ChatRules()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"columns.prompt": "a", "columns.completion": "a"},
+         "method.columns: prompt and completion are both 'a'"),
+        ({"roles.user": "x", "roles.tool": "x"}, "method.roles: user and tool are both 'x'"),
+        ({"train_on": "[]"}, r"nearest legal value is \['assistant'\]"),
+        ({"train_on": '["user", "user"]'}, r"nearest legal value is \['user'\]"),
+        ({"columns.promt": "a"}, "did you mean 'method.columns.prompt'"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict_each_other_are_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Run.parse({"method": {"kind": "sft"}}, {f"method.{k}": v for k, v in values.items()})
