@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.policy_batch import minibatches, with_advantages
 from stepwell.posttrain.policy_loss import policy_loss
 from stepwell.train.engine import Engine
+from stepwell.types import ConfigError
 from tests import oracle, runs
 from tests.parallel.ranks import run_ranks
 from tests.posttrain.policy_cases import method_of, policy_run, some_rollouts
@@ -118,27 +120,156 @@ def test_shown_numbers_and_old_logprobs_of_several_updates(world):
     assert names == ["step-00000004", "step-00000006", "step-00000008"]
 
 
-def test_killed_twice_it_ends_as_if_undisturbed(world):
-    values = {"train.steps": 30, "checkpoint.every_steps": 4}
-    straight = words("grpo", settings("grpo", "straight", **values))
+def trained(world: Path, folder: str, **more: Any) -> list[dict[str, Any]]:
+    """A run of these settings beside the usual ones, in this process; its lines of metrics."""
+    values = settings("grpo", folder, **{"precision.compute": "fp32", **more})
+    assert main(words("grpo", values)) == 0
+    return measured(world / folder)
+
+
+RICH = {
+    "method.updates_per_rollout": 2,
+    "method.minibatches": 2,
+    "method.kl_coef": 0.1,
+    "method.dynamic_sampling": "true",
+    "method.verifier": "regex:[a-d]",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kills"),
+    [("rich", RICH, (7, 13)), ("ahead", {"method.max_staleness": 2}, (6, 15))],
+)
+def test_killed_twice_it_ends_as_if_undisturbed(world, name, values, kills):
+    """In the middle of a rollout's updates (line 7 of steps of four), and while sampling."""
+    values = {"train.steps": 20, "checkpoint.every_steps": 4, **values}
+    straight = words("grpo", settings("grpo", f"{name}-straight", **values))
     assert finish(straight, world, world / "log")[0] == 0
-    broken = words("grpo", settings("grpo", "broken", **values))
-    for num_lines in (7, 22):
-        killed(broken, world, world / "log", world / "broken", num_lines)
+    broken = words("grpo", settings("grpo", f"{name}-broken", **values))
+    for num_lines in kills:
+        killed(broken, world, world / "log", world / f"{name}-broken", num_lines)
     assert finish(broken, world, world / "log")[0] == 0
-    got, wanted = (measured(world / name) for name in ("broken", "straight"))
+    folders = [world / f"{name}-{how}" for how in ("broken", "straight")]
+    got, wanted = (measured(folder) for folder in folders)
     assert got == wanted
-    assert [line["step"] for line in got] == list(range(1, 31))
-    samples = [read_lines(world / name / "samples.jsonl") for name in ("broken", "straight")]
+    assert [line["step"] for line in got] == list(range(1, 21))
+    samples = [read_lines(folder / "samples.jsonl") for folder in folders]
     assert samples[0] == samples[1]
-    assert [row["step"] for row in sampled(world / "broken")] == [
-        s for s in range(1, 31) for _ in range(6)
-    ]
-    runs.assert_equal(final_weights(world / "broken"), final_weights(world / "straight"))
+    assert [row["step"] for row in samples[0] if row["greedy"]] == [0] * 8 + [20] * 8
+    runs.assert_equal(final_weights(folders[0]), final_weights(folders[1]))
     code, output = finish(broken, world, world / "log")
     assert code == 0
     assert "nothing to do" in output
-    assert read_lines(world / "broken" / "samples.jsonl") == samples[1]
+    assert read_lines(folders[0] / "samples.jsonl") == samples[1]
+
+
+def test_sampling_ahead_is_stale_and_seen(world):
+    """With a queue of one, rollout n has the weights that rollout n - 1 began with."""
+    lines = trained(world, "stale", **{"method.max_staleness": 1, "train.steps": 5})
+    versions = [rows[0]["policy_version"] for rows in by_step(sampled(world / "stale"))]
+    assert versions == [0, 0, 1, 2, 3]
+    assert [line["rollout/staleness"] for line in lines] == [0, 1, 1, 1, 1]
+    assert lines[0]["sampler/kl"] < 1e-9 < min(line["sampler/kl"] for line in lines[1:])
+
+
+def by_step(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    return [list(group) for _, group in groupby(rows, key=lambda row: row["step"])]
+
+
+def test_dead_groups_are_replaced_and_counted(world):
+    lines = trained(world, "dynamic", **{**RICH, "method.updates_per_rollout": 1, "train.steps": 8})
+    refilled = 0
+    steps = by_step(sampled(world / "dynamic"))
+    for rows, line in zip(steps, lines[1::2], strict=True):
+        groups = [rows[i : i + 3] for i in range(0, len(rows), 3)]
+        alive = [len({row["reward"] for row in group}) > 1 for group in groups]
+        assert line["reward/dead_groups"] == pytest.approx(1 - sum(alive) / len(alive))
+        assert line["reward/mean"] == pytest.approx(sum(r["reward"] for r in rows) / len(rows))
+        assert line["rollout/thrown_groups"] == sum(not g[0]["trained"] for g in groups)
+        assert line["rollout/missing_groups"] == 2 - sum(g[0]["trained"] for g in groups)
+        if any(alive):
+            assert alive == [group[0]["trained"] for group in groups]
+        assert line["rollout/refills"] <= 3
+        refilled += line["rollout/refills"] > 0
+    assert refilled
+
+
+def test_the_leash(world):
+    """The first step is at the reference; a short leash keeps the policy closer than none to speak
+    of; every place of the reference says the same."""
+    values = {"train.steps": 6, "optim.lr": 0.003}
+    near = trained(world, "near", **values, **{"method.kl_coef": 10.0})
+    far = trained(world, "far", **values, **{"method.kl_coef": 1e-9})
+    assert near[0]["train/kl"] == far[0]["train/kl"] == pytest.approx(0, abs=1e-9)
+    assert 0 < near[-1]["train/kl"] < far[-1]["train/kl"] / 2
+    host = trained(world, "host", **values, **{"method.kl_coef": 10.0, "method.reference": "host"})
+    assert host == near
+    reward = {"method.kl_in": "reward", "method.kl_estimator": "k1"}
+    taxed = trained(world, "taxed", **values, **reward, **{"method.kl_coef": 10.0})
+    assert "train/kl" not in taxed[0]
+    assert taxed[-1]["train/objective"] != near[-1]["train/objective"]
+
+
+def test_adapters_off_are_the_reference_and_dropout_leaves_the_ratio_at_one(world):
+    lora = {"lora.rank": 2, "lora.dropout": 0.5, "method.kl_coef": 0.1, "train.steps": 4}
+    lora |= {"method.updates_per_rollout": 2, "optim.lr": 0.03}
+    found = {}
+    for place in ("adapter-off", "separate"):
+        found[place] = trained(world, f"lora-{place}", **lora, **{"method.reference": place})
+        for first in found[place][::2]:
+            assert first["train/kl_old"] == first["train/clipped_share"] == 0
+        assert found[place][1]["train/kl_old"] > 0
+    for one, other in zip(*found.values(), strict=True):
+        assert one["train/kl"] == pytest.approx(other["train/kl"], rel=1e-4, abs=1e-7)
+
+
+def test_entropy_is_held_up(world):
+    values = {"train.steps": 8, "optim.lr": 0.003}
+    held, free = (
+        trained(world, f"entropy-{coef}", **values, **{"method.entropy_coef": coef})
+        for coef in (1.0, 0.0)
+    )
+    assert held[0]["train/entropy"] == free[0]["train/entropy"]
+    assert held[-1]["train/entropy"] > free[-1]["train/entropy"]
+
+
+def test_cut_answers_are_left_out_and_long_ones_punished(world):
+    masked = trained(world, "masked", **{"method.overlong": "mask", "train.steps": 3})
+    for line, rows in zip(masked, by_step(sampled(world / "masked")), strict=True):
+        ended = [row["num_tokens"] for row in rows if row["finish_reason"] == "stop"]
+        assert line["train/loss_tokens"] == sum(ended) < sum(r["num_tokens"] for r in rows)
+    # The limit is 6 tokens: 4, 5 and 6 of them cost 0, a half and 1 with a cache of 2.
+    punished = trained(world, "punished", **{"method.overlong_cache": 2, "train.steps": 2})
+    rows = sampled(world / "punished")
+    for row in rows:
+        fine = -max(0.0, (row["num_tokens"] - 4) / 2)
+        assert row["scores"]["overlong"] == fine
+        assert row["reward"] == row["scores"]["regex"] + fine
+    assert punished[0]["reward/overlong/mean"] == pytest.approx(
+        sum(row["scores"]["overlong"] for row in rows[:6]) / 6
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method.dual_clip": 0.9}, "dual_clip=0.9 must be above 1"),
+        ({"method.dual_clip": 3.0, "method.objective": "cispo"}, "nearest legal value is 0"),
+        ({"method.kl_in": "reward", "method.kl_estimator": "unbiased"}, "take 'k1'"),
+        ({"method.overlong_cache": 9}, "overlong_cache=9 exceeds method.max_new_tokens=8"),
+        ({"method.minibatches": 17}, "exceeds method.prompts_per_step=16"),
+        ({"method.group_size": 1}, "group_size"),
+    ],
+)
+def test_what_cannot_be_is_refused(values, message):
+    with pytest.raises(ConfigError, match=message):
+        policy_run(**values)
+
+
+def test_limits_are_legal():
+    policy_run(**{"method.overlong_cache": 8, "method.minibatches": 16, "method.group_size": 2})
+    policy_run(**{"method.dual_clip": 1.01, "method.objective": "gspo"})
+    policy_run(**{"method.kl_in": "reward", "method.kl_estimator": "k1"})
 
 
 def test_the_first_sigterm_saves(world):
