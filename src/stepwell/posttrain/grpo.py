@@ -29,6 +29,7 @@ from stepwell.posttrain.policy_batch import (
     with_advantages,
 )
 from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_loss
+from stepwell.posttrain.reward_self_test import try_at_start
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics, reward_terms
 from stepwell.posttrain.rollout import Group, Rollouts, collect
 from stepwell.posttrain.sampled import (
@@ -86,7 +87,7 @@ def grpo(
         mesh = session.engine.mesh
         opened = rewards or open_rewards(with_overlong(method), tokenizer, mesh, run)
         try:
-            opened.check_columns(prompts)
+            try_at_start(session, opened, prompts, tokenizer)
             reference = None
             if method.kl_coef:
                 reference = open_reference(run, session.engine, mesh, weights)

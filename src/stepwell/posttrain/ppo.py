@@ -35,6 +35,7 @@ from stepwell.posttrain.placement import (
 )
 from stepwell.posttrain.ppo_loss import policy_loss, shared
 from stepwell.posttrain.ppo_targets import ask, passes, with_targets
+from stepwell.posttrain.reward_self_test import try_at_start
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics
 from stepwell.posttrain.rollout import Rollouts, collect
 from stepwell.posttrain.sampled import (
@@ -89,7 +90,7 @@ def ppo(
             run, _first(given, run), mesh=mesh, tokenizer=tokenizer.fingerprint, others=others
         ) as session,
     ):
-        rewards.check_columns(prompts)
+        try_at_start(session, rewards, prompts, tokenizer)
         reference = None
         if method.kl_coef:
             reference = open_reference(run, session.engine, mesh, given)

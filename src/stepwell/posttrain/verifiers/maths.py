@@ -123,4 +123,4 @@ def _parsed(formula: str) -> list[Any]:
     plain = NUMBER.fullmatch(formula.rstrip("%").strip())
     config = ExprExtractionConfig() if plain else LatexExtractionConfig()
     text = formula if plain else f"${formula}$"
-    return parse(text, [config], parsing_timeout=None, raise_on_error=True)
+    return parse(text, [config], parsing_timeout=0, raise_on_error=True)
