@@ -6,6 +6,10 @@ import random
 from typing import Any
 
 from stepwell.config import Run
+from stepwell.data.sft_data import Drops
+from stepwell.posttrain.reward_rows import load_rows
+from stepwell.sections.methods import RewardModel
+from stepwell.tokenizer import Tokenizer
 from tests.runs import MODEL
 
 
@@ -45,7 +49,7 @@ def step_rows(seed: int, count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def settings(folder: str, rows: str = "pairs", **more: Any) -> dict[str, Any]:
+def settings(folder: str, rows: str = "pairs", /, **more: Any) -> dict[str, Any]:
     return {
         **MODEL,
         "model.init": "base",
@@ -63,5 +67,15 @@ def settings(folder: str, rows: str = "pairs", **more: Any) -> dict[str, Any]:
     }
 
 
-def run_of(folder: str, rows: str = "pairs", **more: Any) -> Run:
+def run_of(folder: str, rows: str = "pairs", /, **more: Any) -> Run:
     return Run.parse({"method": {"kind": "reward"}}, settings(folder, rows, **more))
+
+
+def method_of(run: Run) -> RewardModel:
+    assert isinstance(run.method, RewardModel)
+    return run.method
+
+
+def usable_rows(run: Run, path: str, tokenizer: Tokenizer) -> tuple[Any, Drops]:
+    """`load_rows`, of whatever kind the run wants."""
+    return load_rows(run, path, tokenizer)

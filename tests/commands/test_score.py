@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests import runs
-from tests.reward_rows import pair_rows, run_of, settings, step_rows
+from tests.reward_rows import pair_rows, run_of, settings, step_rows, usable_rows
 from tests.runs import words, write_rows
 
 from stepwell.cli import main
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.prm import aggregate
 from stepwell.posttrain.reward_model import open_scorer
-from stepwell.posttrain.reward_rows import load_rows
 from stepwell.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -47,7 +46,7 @@ def test_pairs_have_both_scores_and_a_summary(world, capsys):
     rows = score("rm", "pairs.jsonl", "--json")
     summary = json.loads(capsys.readouterr().out)
     tokenizer = Tokenizer.load("tokenizer")
-    pairs, _ = load_rows(run_of("x"), "pairs.jsonl", tokenizer)
+    pairs, _ = usable_rows(run_of("x"), "pairs.jsonl", tokenizer)
     scorer = open_scorer(["rm"], ALONE, 64, compute="fp32")
     wanted = scorer.score([pair.rejected[0] for pair in pairs]).tolist()
     assert [row["score_rejected"] for row in rows] == pytest.approx(wanted, abs=1e-5)
@@ -111,7 +110,7 @@ def test_an_exported_reward_model_scores_the_same(world):
         assert [r[key] for r in after] == pytest.approx([r[key] for r in before], abs=1e-5)
     model = transformers.AutoModelForSequenceClassification.from_pretrained("hf")
     tokenizer = Tokenizer.load("tokenizer")
-    (pair, *_), _ = load_rows(run_of("x"), "pairs.jsonl", tokenizer)
+    (pair, *_), _ = usable_rows(run_of("x"), "pairs.jsonl", tokenizer)
     with torch.no_grad():
         theirs = model(torch.tensor([pair.chosen[0]])).logits.item()
     assert theirs == pytest.approx(before[0]["score_chosen"], abs=1e-5)

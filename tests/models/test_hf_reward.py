@@ -1,6 +1,7 @@
 """Reward models in Transformers: equal scores, whatever the padding; what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +29,11 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    tokenizer = Tokenizer.train(["1+2=3 is the sum of them"] * 3, 320)
-    tokenizer.save(tmp_path_factory.mktemp("tokenizer"))
-    tokenizer.folder = tmp_path_factory.getbasetemp() / "tokenizer0"
-    return tokenizer
+def tokenizer():
+    return Tokenizer.train(["1+2=3 is the sum of them"] * 3, 320)
 
 
-def engine_of(family="llama", **more):
+def engine_of(family="llama", /, **more):
     values = {
         "model.family": family,
         "model.vocab_size": 320,
@@ -55,13 +53,18 @@ def engine_of(family="llama", **more):
     return Engine(Run.parse({}, values))
 
 
+def written(tokenizer, folder):
+    tokenizer.save(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
 def save(engine, folder, tokenizer, **more):
     save_hf_reward(
         folder,
         engine.run.model,
         engine.iter_state(),
         torch.float32,
-        tokenizer_path=tokenizer.folder,
+        tokenizer_path=written(tokenizer, Path(folder).parent),
         **more,
     )
     return str(folder)

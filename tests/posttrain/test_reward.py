@@ -15,13 +15,13 @@ from stepwell.posttrain.reward import reward, with_steps
 from stepwell.posttrain.reward_heldout import evaluate, ratio_interval, score_rows
 from stepwell.posttrain.reward_losses import at_places
 from stepwell.posttrain.reward_model import open_scorer
-from stepwell.posttrain.reward_rows import load_rows, pack, rows_of_step
+from stepwell.posttrain.reward_rows import pack, rows_of_step
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks
-from tests.reward_rows import pair_rows, run_of, settings, step_rows
+from tests.reward_rows import pair_rows, run_of, settings, step_rows, usable_rows
 from tests.runs import final_weights, finish, killed, measured, words, write_rows
 
 ALONE = Mesh(1, 0, 0, torch.device("cpu"))
@@ -39,7 +39,7 @@ def world(tmp_path_factory):
     os.chdir(before)
 
 
-def train(folder: str, rows: str = "pairs", **more) -> tuple[Run, list[dict]]:
+def train(folder: str, rows: str = "pairs", /, **more) -> tuple[Run, list[dict]]:
     run = run_of(folder, rows, **more)
     reward(run, Tokenizer.load("tokenizer"))
     return run, measured(Path(folder))
@@ -57,7 +57,7 @@ def test_pairs_are_told_apart_and_the_trained_model_scores_texts(world):
     assert last["eval/accuracy_low"] <= last["eval/accuracy"] <= last["eval/accuracy_high"]
     assert last["eval/margin"] > 1
     tokenizer = Tokenizer.load("tokenizer")
-    rows, _ = load_rows(run, "held_pairs.jsonl", tokenizer)
+    rows, _ = usable_rows(run, "held_pairs.jsonl", tokenizer)
     scorer = open_scorer(["told"], ALONE, 64, compute="fp32", tokenizer=tokenizer)
     chosen = scorer.score([row.chosen[0] for row in rows])
     rejected = scorer.score([row.rejected[0] for row in rows])
@@ -67,6 +67,8 @@ def test_pairs_are_told_apart_and_the_trained_model_scores_texts(world):
     assert both.mean().item() == pytest.approx(last["eval/score_mean"], abs=1e-4)
     assert both.std().item() == pytest.approx(last["eval/score_sd"], abs=1e-4)
     (member,) = scorer.members
+    assert member.mean is not None
+    assert member.sd is not None
     assert member.mean == last["eval/score_mean"]
     # An ensemble of it and itself: standardised, and of one mind.
     twice = open_scorer(["told", "told"], ALONE, 64, "mean-k-sd", compute="fp32")
@@ -82,7 +84,7 @@ def test_steps_are_told_apart_in_one_pass_over_a_row(world):
     last = next(line for line in lines[::-1] if "eval/loss" in line)
     assert last["eval/accuracy"] > 0.9
     assert last["eval/first_error"] > 0.7
-    rows, _ = load_rows(run, "held_steps.jsonl", Tokenizer.load("tokenizer"))
+    rows, _ = usable_rows(run, "held_steps.jsonl", Tokenizer.load("tokenizer"))
     scorer = open_scorer(["steps"], ALONE, 64, compute="fp32")
     found = scorer.step_scores([row.ids for row in rows], [row.step_ends for row in rows])
     judged = [
@@ -133,7 +135,7 @@ def test_a_truth_value_beside_minus_100_is_not_true(world):
         [{"prompt": "1=", "completions": ["a"] * len(ls), "labels": ls} for ls in labels],
     )
     run = run_of("x", "mixed", **{"method.objective": "process"})
-    rows, drops = load_rows(run, "mixed.jsonl", Tokenizer.load("tokenizer"))
+    rows, drops = usable_rows(run, "mixed.jsonl", Tokenizer.load("tokenizer"))
     assert drops.by_reason == {"unlabelled": 1}
     batch = pack(rows, run, 0, [0, 1])
     assert sorted(at_places(batch.extra["label"], batch).tolist()) == [0.0, 0.25, 1.0]
@@ -142,14 +144,14 @@ def test_a_truth_value_beside_minus_100_is_not_true(world):
         [{"prompt": "1=", "completion": "a", "label": x} for x in (True, -100, False, None)],
     )
     run = run_of("x", "mixed", **{"method.objective": "classification"})
-    rows, drops = load_rows(run, "mixed.jsonl", Tokenizer.load("tokenizer"))
+    rows, drops = usable_rows(run, "mixed.jsonl", Tokenizer.load("tokenizer"))
     assert [row.label for row in rows] == [1, 0]
     assert drops.by_reason == {"unlabelled": 2}
 
 
 def test_a_score_is_read_at_the_last_token(world):
     run, tokenizer = run_of("x"), Tokenizer.load("tokenizer")
-    rows, _ = load_rows(run, "pairs.jsonl", tokenizer)
+    rows, _ = usable_rows(run, "pairs.jsonl", tokenizer)
     batch = pack(rows[:5], run, tokenizer.pad_id, range(5))
     last = at_places(batch.tokens_BT, batch)
     assert len(last) == 10
@@ -176,7 +178,7 @@ def test_what_the_knobs_do_to_rows(world):
 
     def rows(name="pairs", **more):
         run = run_of("x", name, **{f"method.{k}": v for k, v in more.items()})
-        return load_rows(run, f"{name}.jsonl", tokenizer)[0], run
+        return usable_rows(run, f"{name}.jsonl", tokenizer)[0], run
 
     assert len(rows(max_rows=5)[0]) == 5
     assert max(len(r.chosen[0]) for r in rows()[0]) > 8
@@ -221,7 +223,7 @@ def evaluated(run: Run, path: str) -> tuple[dict, torch.Tensor]:
     """Runs in each rank."""
     mesh = init_distributed(run.layout)
     tokenizer = Tokenizer.load("tokenizer")
-    rows, _ = load_rows(run, path, tokenizer)
+    rows, _ = usable_rows(run, path, tokenizer)
     engine = Engine(run, mesh=mesh)
     return evaluate(engine, rows[:5], tokenizer.pad_id), score_rows(engine, rows[:5], 0).scores_MC
 

@@ -26,6 +26,7 @@ from stepwell.posttrain.reward_rows import pack
 from stepwell.train.engine import Engine
 from tests.oracle import VOCAB, assert_same, base_run, full
 from tests.parallel.ranks import run_jobs
+from tests.reward_rows import method_of
 
 LENGTH = 24
 CASES = {
@@ -53,7 +54,7 @@ def rows_of(run: Run) -> list:
     def eighths() -> float:
         return rng.randrange(9) / 8
 
-    objective = run.method.objective
+    objective = method_of(run).objective
     if objective == "bradley-terry":
         return [Pair(ids(1, 3), ids(1, 9), ids(1, 9), margin=eighths()) for _ in range(7)]
     if objective == "process":
@@ -133,7 +134,7 @@ def test_soft_labels_and_their_two_heads_agree():
 
 def naive(run: Run, rows: list, scores: list) -> torch.Tensor:
     """The mean loss of the rows, written out. scores: each row's, in the order of its places."""
-    method, total, count = run.method, 0, 0
+    method, total, count = method_of(run), torch.zeros(()), 0
     for row, found in zip(rows, scores, strict=True):
         if isinstance(row, Pair):
             (chosen,), (rejected,) = found
@@ -166,7 +167,7 @@ def test_value_and_gradient_equal_the_naive_reference(case):
     """Whatever stands elsewhere, NaN too, stays out."""
     run = run_of(case)
     rows, batch = rows_of(run), batch_of(run)
-    loss = reward_loss(run.method, run.model.num_labels)
+    loss = reward_loss(method_of(run), run.model.num_labels)
     shape = (*batch.tokens_BT.shape, run.model.num_labels)
     generator = torch.Generator().manual_seed(1)
     scores_BTC = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -182,12 +183,13 @@ def test_value_and_gradient_equal_the_naive_reference(case):
     wanted.backward()
     assert (total / loss.denominators(batch)[name]).item() == pytest.approx(wanted.item(), 1e-9)
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-9)
+    assert ours.grad is not None
     assert ours.grad[batch.weights_BT == 0].abs().max() == 0
 
 
 def test_a_batch_of_nothing_is_finite_and_has_a_gradient():
     run = run_of("pairs")
-    loss = reward_loss(run.method, 1)
+    loss = reward_loss(method_of(run), 1)
     batch = batch_of(run).masked()
     scores = torch.randn(*batch.tokens_BT.shape, 1, requires_grad=True)
     found = loss.fn(TokenOutputs(scores_BTC=scores), batch)
@@ -205,7 +207,7 @@ def test_metrics_are_means_over_pairs():
     places = (batch.weights_BT != 0).nonzero()
     for (b, t), value in zip(places.tolist(), (3.0, 1.0, 0.5, 0.5), strict=True):
         scores_BTC[b, t] = value
-    found = reward_loss(run.method, 1).fn(TokenOutputs(scores_BTC=scores_BTC), batch).metrics
+    found = reward_loss(method_of(run), 1).fn(TokenOutputs(scores_BTC=scores_BTC), batch).metrics
     means = {name: (total / count).item() for name, (total, count) in found.items()}
     assert means["accuracy"] == 0.75  # a tie is half right
     assert means["margin"] == 1.0
@@ -222,7 +224,7 @@ def gradients(run: Run) -> dict[str, torch.Tensor]:
     batch = batch_of(run)
     share = rank_rows(batch.num_rows, mesh.data_rank, mesh.data_world)
     engine = Engine(run, mesh=mesh)
-    loss = reward_loss(run.method, run.model.num_labels)
+    loss = reward_loss(method_of(run), run.model.num_labels)
     stats = engine.forward_backward(batch.rows(share.start, share.stop), loss)
     found = {n: full(p.grad) for n, p in engine.named_parameters() if p.grad is not None}
     return found | {f"metric/{n}": torch.tensor(v) for n, v in stats.metrics.items()}

@@ -1,5 +1,7 @@
 """Reward models at work: what they refuse, and that packing and layouts change no score."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def models(tmp_path_factory):
     tokenizer = Tokenizer.train(["1+2=3 is the sum"] * 3, 320)
     for seed in range(3):
         values = {**MODEL, "model.init_std": 0.3, "train.seed": seed, "method.kind": "reward"}
-        extra = {TOKENIZER: tokenizer.fingerprint}
+        extra: dict[str, Any] = {TOKENIZER: tokenizer.fingerprint}
         if seed < 2:
             extra["metrics"] = {"eval/score_mean": 10.0 * seed, "eval/score_sd": 1.0 + seed}
         Engine(Run.parse({}, values)).save(folder / f"rm{seed}", extra).wait()
@@ -108,7 +110,7 @@ def test_what_is_refused(models, tmp_path):
 
 
 def scored_by_ranks(folder: str, divided: bool) -> torch.Tensor:
-    """Runs in each rank: rank 0 has a document more, and nobody waits unless the model is divided."""
+    """Runs in each rank, of which rank 0 has more documents."""
     layout = LayoutConfig()
     mesh = init_distributed(layout)
     scorer = open_scorer([folder], mesh, 64, compute="fp32", layout=layout if divided else None)

@@ -11,6 +11,7 @@ from scipy.special import expit
 
 from stepwell.types import ConfigError, DataError
 
+Values = Sequence[float] | np.ndarray
 # Temperatures outside these say that the scores carry hardly any order, or hardly any doubt.
 COLDEST, HOTTEST = 1e-3, 1e3
 
@@ -26,9 +27,7 @@ class Bin(NamedTuple):
     frequency: float
 
 
-def reliability_table(
-    chances: Sequence[float], outcomes: Sequence[float], num_bins: int = 10
-) -> list[Bin]:
+def reliability_table(chances: Values, outcomes: Values, num_bins: int = 10) -> list[Bin]:
     """Bins of equal width over [0, 1] (DeGroot and Fienberg 1983). outcomes: 1 what came true, else
     0. Raises DataError for unequal lengths and for chances outside [0, 1], ConfigError for no bin.
     """
@@ -58,7 +57,7 @@ def calibration_error(table: Sequence[Bin]) -> float:
     return sum(row.count * abs(row.frequency - row.chance) for row in table if row.count) / total
 
 
-def pair_chances(margins: Sequence[float], temperature: float = 1.0) -> np.ndarray:
+def pair_chances(margins: Values, temperature: float = 1.0) -> np.ndarray:
     """sigmoid(margin / temperature): the chance that the answer with the higher score is the better
     one, by the Bradley-Terry model."""
     if temperature <= 0:
@@ -66,7 +65,7 @@ def pair_chances(margins: Sequence[float], temperature: float = 1.0) -> np.ndarr
     return expit(np.asarray(margins, float) / temperature)
 
 
-def fit_temperature(margins: Sequence[float]) -> float:
+def fit_temperature(margins: Values) -> float:
     """The temperature under which held-out pairs are most likely (1706.04599, section 4.2): the
     minimum of mean log(1 + exp(-margin / T)). margins: chosen less rejected.
 
