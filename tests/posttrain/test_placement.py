@@ -132,10 +132,22 @@ def test_adapters_off_are_the_reference():
     assert measured_reference(reference).total == 0
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_predicted_bytes_are_those_of_the_tensors(kind):
+WIDE = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 128, "precision.compute": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"optim.kind": "muon"},
+        {**WIDE, "lora.rank": 4, "lora.dora": True},
+        {**WIDE, "lora.rank": 4, "lora.quantize": "nf4"},
+        {**WIDE, "lora.rank": 4, "lora.quantize": "nf4", "lora.double_quantize": False},
+    ],
+)
+def test_predicted_bytes_are_those_of_the_tensors(keys):
     """Policy and critic with their gradients at hand: within 5 %."""
-    run = run_of(**{"optim.kind": kind})
+    run = run_of(**keys)
     predicted = predict_models(run)
     for name, one in (("policy", run), ("critic", critic_run(run))):
         assert one is not None

@@ -13,9 +13,10 @@ from math import prod
 
 from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
-from stepwell.models.lora_shapes import adapter_shapes, is_trained
+from stepwell.models.lora_shapes import adapter_shapes, is_trained, target_shapes
 from stepwell.parallel.remat import DTYPE_BYTES
 from stepwell.parallel.rules import AxisSizes, axis_sizes
+from stepwell.plan.memory import nf4_bytes_per_parameter
 from stepwell.plan.shards import Held, held, held_by_block, held_by_root, parts_of_rank
 from stepwell.sections.methods import DPO, GRPO, PPO, OnlineDPO
 from stepwell.sections.model import LoraConfig, ModelConfig
@@ -104,20 +105,26 @@ def _frozen(run: Run, axes: AxisSizes) -> int:
 
 def _parts(run: Run, axes: AxisSizes, pp_rank: int) -> tuple[Held, int]:
     """What a pipeline rank trains, and the bytes of what it doesn't."""
-    if run.lora.rank == 0:
-        return _whole_model(run, axes, pp_rank), 0
-    names = {f"blocks.{i}." for part in parts_of_rank(run, pp_rank) for i in part.blocks}
-    mine = {
-        name: shape
-        for name, shape in adapter_shapes(run.model, run.lora).items()
-        if name[: name.index(".", 7) + 1] in names
-    }
-    last = any(part.last for part in parts_of_rank(run, pp_rank))
-    head = {
-        n: s for n, s in parameter_shapes(run.model).items() if is_trained(n, run.lora) and last
-    }
-    base = _whole_model(run, axes, pp_rank).shard - held(run, axes, head).shard
-    return held(run, axes, mine | head), base * DTYPE_BYTES[run.precision.compute]
+    whole, lora = _whole_model(run, axes, pp_rank), run.lora
+    if lora.rank == 0:
+        return whole, 0
+    parts = parts_of_rank(run, pp_rank)
+    blocks, last = [i for part in parts for i in part.blocks], any(part.last for part in parts)
+
+    def mine(shapes: Mapping[str, tuple[int, ...]]) -> Held:
+        there = {n: s for n, s in shapes.items() if int(n.split(".")[1]) in blocks}
+        return held(run, axes, there)
+
+    shapes = parameter_shapes(run.model)
+    head = held(run, axes, {n: s for n, s in shapes.items() if last and is_trained(n, lora)})
+    trained = head.plus(mine(adapter_shapes(run.model, lora)))
+    frozen = (whole.shard - head.shard) * DTYPE_BYTES[run.precision.compute]
+    if lora.quantize == "nf4":  # not sharded
+        targets = mine({f"{n}.weight": s for n, s in target_shapes(run.model, lora).items()})
+        frozen -= targets.shard * DTYPE_BYTES[run.precision.compute]
+        per_weight = nf4_bytes_per_parameter(double_quantised=lora.double_quantize)
+        frozen += round(targets.whole * per_weight)
+    return trained, frozen
 
 
 def _whole_model(run: Run, axes: AxisSizes, pp_rank: int) -> Held:

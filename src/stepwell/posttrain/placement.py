@@ -13,6 +13,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.hardware import live_tensor_bytes
+from stepwell.models.lora import LoraLinear
 from stepwell.parallel.mesh import Mesh
 from stepwell.plan.models import ModelBytes
 from stepwell.posttrain.critic import critic_run
@@ -156,8 +157,11 @@ def measured(engine: Engine, gradient_bytes: int = 0) -> ModelBytes:
     if not engine.frozen:
         state = engine.optimizer.state_dict()
         moments = [moment for name, moment in state.items() if not name.endswith(".step")]
+    frozen = live_tensor_bytes(p for p in own if not p.requires_grad)
+    layers = [m for p in engine.pieces for m in p.modules() if isinstance(m, LoraLinear)]
+    in_4_bits = sum(layer.quantised.num_bytes for layer in layers if layer.quantised is not None)
     return ModelBytes(
-        parameters=live_tensor_bytes(p for p in own if not p.requires_grad),
+        parameters=frozen + in_4_bits,
         gradients=gradient_bytes,
         master=live_tensor_bytes(trained),
         moments=live_tensor_bytes(moments),
