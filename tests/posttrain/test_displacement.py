@@ -11,6 +11,7 @@ from stepwell.data.pair_packing import pack_pairs
 from stepwell.data.preference import Pair
 from stepwell.parallel.mesh import init_distributed
 from stepwell.posttrain import displacement as d
+from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from tests.oracle import base_run
 from tests.parallel.ranks import run_ranks
@@ -28,13 +29,14 @@ def line(slope, count=40, start=0.0, noise=0.0, seed=0):
 
 
 def test_it_fires_once_when_the_margin_grows_while_the_chosen_fall():
-    (alarm,) = watch(line(-0.2, noise=0.1), line(0.5, noise=0.1, seed=1))
-    assert alarm.chosen_slope == pytest.approx(-0.2, abs=0.05)
-    assert alarm.margin_slope == pytest.approx(0.5, abs=0.05)
-    assert alarm.level < -d.LEAST_FALL
+    (alarm,) = watch(line(-0.5, noise=0.1), line(0.5, noise=0.1, seed=1))
+    assert alarm.step == 12
+    assert alarm.chosen == pytest.approx(-3.3, abs=0.2)
+    assert alarm.margin == pytest.approx(3.3, abs=0.2)
     text = alarm.text("runs/x", "dpo")
     for word in ("displacement", "drop_ches", "sft_coef", "dpop", "runs/x/ches.jsonl"):
         assert word in text
+    assert "--method.loss.kind dpop" not in alarm.text("runs/x", "dpop")
 
 
 @pytest.mark.parametrize(
@@ -43,29 +45,36 @@ def test_it_fires_once_when_the_margin_grows_while_the_chosen_fall():
         (line(0.2), line(0.5)),  # both rise
         (line(-0.2), line(-0.1)),  # the margin falls too
         (line(-0.2), line(0.0)),  # the margin stands still
-        (line(0.0, noise=1.0), line(0.5)),  # noise is no fall
-        (line(-0.02), line(0.5)),  # within LEAST_FALL
+        (line(-0.2), line(0.0, noise=1.0)),  # or only wavers
+        (line(0.0, noise=2.0), line(0.5)),  # noise is no fall
         (line(-0.2, start=30.0), line(0.5)),  # falling, but still above the reference
+        (line(0.1, start=-10.0), line(0.5)),  # below, but rising again
     ],
 )
 def test_it_is_silent_otherwise(chosen, margin):
     assert watch(chosen, margin) == []
 
 
-def test_the_least_fall_on_both_sides():
-    level = lambda slope: slope * (np.arange(40)[-5:]).mean()
-    just = d.LEAST_FALL / level(1.0)
-    assert watch(line(-just * 0.99), line(1.0)) == []
-    assert len(watch(line(-just * 1.01), line(1.0))) == 1
+@pytest.mark.parametrize(("factor", "alarms"), [(0.99, 0), (1.01, 1)])
+def test_limits_on_both_sides(factor, alarms):
+    last = np.arange(40)[-10:].mean()
+    assert len(watch(line(-factor * d.LEAST_FALL / last), line(0.1))) == alarms
+    assert len(watch(line(-0.5), line(0.5 / d.LEAST_SHARE / factor))) == alarms
+    # A window whose mean is LEAST_T standard errors away.
+    zigzag = np.tile([1.0, -1.0], 5)
+    level = factor * d.LEAST_T * zigzag.std(ddof=1) / math.sqrt(10)
+    assert len(watch(line(-1.0, 10, -9.0), level + zigzag)) == alarms
 
 
 def test_without_a_reference_the_first_window_is_the_start():
-    assert watch(line(-0.01, start=-50), line(0.5), has_reference=False) == []
-    assert len(watch(line(-0.2, start=-50), line(0.5), has_reference=False)) == 1
+    assert watch(line(-0.05, start=-50), line(0.1, start=9), has_reference=False) == []
+    (alarm,) = watch(line(-0.2, start=-50), line(0.5, start=9), has_reference=False)
+    assert alarm.chosen == pytest.approx(-3.2, abs=0.21)
+    assert watch(line(-0.2, start=-50), line(0, start=9), has_reference=False) == []
 
 
 def test_a_resumed_monitor_goes_on():
-    chosen, margin = line(-0.2, noise=0.1), line(0.5, noise=0.1, seed=1)
+    chosen, margin = line(-0.5, noise=0.1), line(0.5, noise=0.1, seed=1)
     (wanted,) = watch(chosen, margin)
     monitor = d.Monitor(10)
     for i in range(40):
@@ -79,16 +88,15 @@ def test_a_resumed_monitor_goes_on():
     assert monitor.alarmed
 
 
-def test_trends():
-    assert d.trend([1, 2, 3, 4], [2.0, 4.0, 6.0, 8.0]) == (2.0, math.inf)
-    assert d.trend([1, 2, 3, 4], [1.0, 1.0, 1.0, 1.0]) == (0.0, 0.0)
-    slope, t = d.trend([1, 2, 3, 4], [1.0, 2.0, 2.0, 4.0])
-    # Least squares by hand: slope 0.9, residual sum 0.7, error sqrt(0.35 / 5).
-    assert slope == pytest.approx(0.9)
-    assert t == pytest.approx(0.9 / math.sqrt(0.7 / 2 / 5))
+def test_how_far_means_moved():
+    assert d.moved([5.0, 5.0, 5.0], 4.0) == (1.0, math.inf)
+    assert d.moved([4.0, 4.0], 4.0) == (0.0, 0.0)
+    mean, t = d.moved([1.0, 2.0, 6.0], 1.0)
+    assert mean == pytest.approx(2.0)
+    assert t == pytest.approx(2.0 / math.sqrt(7.0 / 3))
     monitor = d.Monitor(4)
     assert monitor.see(1, math.nan, 1.0) is None
-    assert monitor.steps == []
+    assert monitor.chosen == []
 
 
 PAIRS = [
@@ -141,13 +149,10 @@ def test_the_share_with_the_highest_scores_is_left_out():
 
 
 def test_scores_are_written_with_the_pairs_texts(tmp_path):
-    class Letters:
-        def decode(self, ids):
-            return "".join(chr(97 + i) for i in ids)
-
+    tokenizer = Tokenizer.train(["abc xyz"], 300)
     path = tmp_path / d.CHES_FILE
     found = [d.Ches(1.0, 0.1), d.Ches(2.0, 0.9), d.Ches(3.0, 0.5)]
-    d.write_ches(path, found, PAIRS, [0, 2], Letters())
+    d.write_ches(path, found, PAIRS, [0, 2], tokenizer)
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     assert [line["pair"] for line in lines] == [1, 2, 0]
     assert [line["dropped"] for line in lines] == [True, False, False]
@@ -157,9 +162,9 @@ def test_scores_are_written_with_the_pairs_texts(tmp_path):
         "ches": 3.0,
         "ches_normalised": 0.5,
         "dropped": False,
-        "prompt": "bcd",
-        "chosen": "uv",
-        "rejected": "uw",
+        "prompt": tokenizer.decode([1, 2, 3]),
+        "chosen": tokenizer.decode([20, 21]),
+        "rejected": tokenizer.decode([20, 22]),
     }
     assert d.read_kept(path, 3) == [0, 2]
     assert d.read_kept(path, 4) is None

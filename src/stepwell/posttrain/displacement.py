@@ -30,9 +30,11 @@ from stepwell.train.losses import document_counts, document_index
 
 CHES_FILE = "ches.jsonl"
 # A fall of the chosen answers counts once their mean is this much below where it began (nats).
-LEAST_FALL = 1.0
-# Standard errors that a trend within the window must be away from none.
+LEAST_FALL = 3.0
+# Standard errors that a window's mean must be away from where it began.
 LEAST_T = 3.0
+# Of each nat that the margin has gained, the chosen answers must have lost so much.
+LEAST_SHARE = 0.2
 CHUNK_PAIRS = 32
 
 
@@ -44,39 +46,38 @@ class Monitor:
     """Watches a step's mean log-probability of chosen answers and their margin over the rejected
     ones, in nats an answer: above the reference where there is one.
 
-    `see` says once when, within the last `window` steps, the margin grew and the chosen answers
-    fell, both by a clear linear trend, and the chosen ones are LEAST_FALL nats below where they
-    began: at 0 with a reference, else at the mean of the first window.
+    `see` says once when, in the mean of the last `window` steps, the margin has grown and the
+    chosen answers have fallen: both clearly, by LEAST_FALL and LEAST_SHARE of the growth, and still
+    falling within the window. They began at 0 with a reference, else at the first window's means.
     """
 
     window: int
     has_reference: bool = True
-    steps: list[int] = field(default_factory=list)
     chosen: list[float] = field(default_factory=list)
     margin: list[float] = field(default_factory=list)
-    start: float | None = None
+    start: list[float] | None = None
     alarmed: bool = False
 
     def see(self, step: int, chosen: float, margin: float) -> Alarm | None:
-        if not (math.isfinite(chosen) and math.isfinite(margin)):
+        if self.alarmed or not (math.isfinite(chosen) and math.isfinite(margin)):
             return None
-        self.steps = [*self.steps, step][-self.window :]
         self.chosen = [*self.chosen, chosen][-self.window :]
         self.margin = [*self.margin, margin][-self.window :]
-        if len(self.steps) < self.window:
+        if len(self.chosen) < self.window:
             return None
         if self.start is None:
-            self.start = 0.0 if self.has_reference else float(np.mean(self.chosen))
-        fall, growth = trend(self.steps, self.chosen), trend(self.steps, self.margin)
-        level = float(np.mean(self.chosen[-(self.window // 2) :])) - self.start
-        displaced = fall.t < -LEAST_T and growth.t > LEAST_T and level < -LEAST_FALL
-        if self.alarmed or not displaced:
-            return None
-        self.alarmed = True
-        return Alarm(step, self.window, level, fall.slope, growth.slope)
+            means = float(np.mean(self.chosen)), float(np.mean(self.margin))
+            self.start = [0.0, 0.0] if self.has_reference else list(means)
+        fall, gain = moved(self.chosen, self.start[0]), moved(self.margin, self.start[1])
+        half = self.window // 2
+        falls_on = np.mean(self.chosen[-half:]) < np.mean(self.chosen[:half])
+        clear = fall.t < -LEAST_T and gain.t > LEAST_T
+        enough = -fall.mean > max(LEAST_FALL, LEAST_SHARE * gain.mean)
+        self.alarmed = bool(falls_on and clear and enough)
+        return Alarm(step, self.window, fall.mean, gain.mean) if self.alarmed else None
 
     def state(self) -> dict[str, Any]:
-        names = ("steps", "chosen", "margin", "start", "alarmed")
+        names = ("chosen", "margin", "start", "alarmed")
         return {name: getattr(self, name) for name in names}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -84,48 +85,41 @@ class Monitor:
             setattr(self, name, list(value) if isinstance(value, list) else value)
 
 
-class Trend(NamedTuple):
-    """slope: of the least-squares line, a step. t: the slope over its standard error."""
+class Moved(NamedTuple):
+    """mean: above the start. t: that over its standard error."""
 
-    slope: float
+    mean: float
     t: float
 
 
 class Alarm(NamedTuple):
-    """level: nats that the chosen answers are above (below) their start. *_slope: nats a step."""
+    """chosen, margin: nats an answer above the start, means over the window."""
 
     step: int
     window: int
-    level: float
-    chosen_slope: float
-    margin_slope: float
+    chosen: float
+    margin: float
 
     def text(self, run_dir: str, kind: str) -> str:
         """What was seen, and what to do next."""
         other = "--method.loss.kind dpop" if kind != "dpop" else "a larger positive_coef"
         return (
-            f"likelihood displacement: over the last {self.window} steps the margin grew by "
-            f"{self.margin_slope:.3g} nats a step while the chosen answers lost "
-            f"{-self.chosen_slope:.3g}; they are {-self.level:.3g} nats an answer below their "
-            "start, so probability goes to answers that nobody chose. Next: leave out the pairs "
-            f"whose answers are too alike (--method.drop_ches 0.1; {run_dir}/{CHES_FILE} shows "
-            f"them with --method.ches true), or hold the chosen answers up "
+            f"likelihood displacement: the margin has grown by {self.margin:.3g} nats while the "
+            f"chosen answers fell by {-self.chosen:.3g} nats an answer (means of the last "
+            f"{self.window} steps), so probability goes to answers that nobody chose. Next: leave "
+            f"out the pairs whose answers are too alike (--method.drop_ches 0.1; --method.ches "
+            f"true lists them in {run_dir}/{CHES_FILE}), or hold the chosen answers up "
             f"(--method.loss.sft_coef 1, or {other}), or lower optim.lr"
         )
 
 
-def trend(steps: Sequence[int], values: Sequence[float]) -> Trend:
-    """Least squares of values on steps, with at least 3 of them; t is infinite on a line without
-    noise, 0 on a constant."""
-    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
-    x, y = x - x.mean(), y - y.mean()
-    spread = float(x @ x)
-    slope = float(x @ y) / spread
-    rest = y - slope * x
-    error = math.sqrt(float(rest @ rest) / (len(x) - 2) / spread)
-    if error <= 1e-12 * abs(slope):
-        return Trend(slope, math.copysign(math.inf, slope) if slope else 0.0)
-    return Trend(slope, slope / error)
+def moved(values: Sequence[float], start: float) -> Moved:
+    """t is infinite where values do not vary, and 0 where they have not moved at all."""
+    y = np.asarray(values, np.float64) - start
+    mean, error = float(y.mean()), float(y.std(ddof=1)) / math.sqrt(len(y))
+    if error <= 1e-12 * abs(mean):
+        return Moved(mean, math.copysign(math.inf, mean) if mean else 0.0)
+    return Moved(mean, mean / error)
 
 
 # --- the pairs that cause it -------------------------------------------------------------------
