@@ -253,6 +253,12 @@ def test_status_text_shows_only_what_is_known():
     assert status_text(7, 9, {"reward/mean": 0.5}, 3725.2) == (
         "step 7/9  reward 0.500  1:02:05 left"
     )
+    values = {"reward/mean": 0.5, "reward/accuracy": 0.25, "train/kl": 0.0123, "train/entropy": 1.5}
+    values |= {"rollout/length": 41.7, "reward/dead_groups": 0.5, "train/objective": 0.1}
+    assert status_text(7, None, values, None) == (
+        "step 7  reward 0.500  right 25 %  KL 0.012  entropy 1.5  42 tokens an answer  "
+        "dead groups 50 %"
+    )
     assert (clock_text(5), clock_text(65), clock_text(59.7)) == ("0:05", "1:05", "1:00")
 
 

@@ -375,6 +375,16 @@ def status_text(
         parts.append(f"{values['eval/bits_per_token']:.4g} bits/token")
     if "reward/mean" in values:
         parts.append(f"reward {values['reward/mean']:.3f}")
+    if "reward/accuracy" in values:
+        parts.append(f"right {100 * values['reward/accuracy']:.0f} %")
+    if "train/kl" in values:
+        parts.append(f"KL {values['train/kl']:.2g}")
+    if "reward/mean" in values and "train/entropy" in values:
+        parts.append(f"entropy {values['train/entropy']:.2g}")
+    if "rollout/length" in values:
+        parts.append(f"{values['rollout/length']:.0f} tokens an answer")
+    if "reward/dead_groups" in values:
+        parts.append(f"dead groups {100 * values['reward/dead_groups']:.0f} %")
     if "speed/tokens_per_s" in values:
         parts.append(f"{values['speed/tokens_per_s']:,.0f} tok/s")
     if "speed/mfu" in values:

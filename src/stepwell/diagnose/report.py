@@ -18,6 +18,7 @@ from typing import Any
 
 from stepwell.config import Run
 from stepwell.diagnose import charts
+from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
 from stepwell.plan.memory import predict_memory
 from stepwell.types import DataError, StepwellError
@@ -124,8 +125,9 @@ class ReportData:
 
     summary: a paragraph under the title. figures: numbers for the top, before the ones derived
     here. accuracy_note: what the problems are and how they were kept apart. peak_flops_per_s,
-    peak_source, flop_convention: what MFU is measured by. config: name -> text of a resolved
-    configuration (TOML). versions: package -> version.
+    peak_source, flop_convention: what MFU is measured by. changes: answers to the same prompts
+    before and after training on one's own samples. config: name -> text of a resolved configuration
+    (TOML). versions: package -> version.
     """
 
     title: str = "Stepwell report"
@@ -144,6 +146,7 @@ class ReportData:
     memory: Sequence[MemoryRow] = ()
     memory_note: str = ""
     samples: Sequence[Sample] = ()
+    changes: Changes = field(default_factory=Changes)
     events: Sequence[Mapping[str, Any]] = ()
     config: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -183,6 +186,7 @@ def render(data: ReportData) -> str:
         percent=percent_text,
         bytes=bytes_text,
         flops=flops_text,
+        score=score_text,
     )
     template = environment.from_string(folder.joinpath("report.html.j2").read_text("utf-8"))
     return template.render(
@@ -197,6 +201,7 @@ def render(data: ReportData) -> str:
         memory_chart=_memory_svg(data.memory) if data.memory else "",
         memory=memory_rows(data.memory),
         samples=data.samples[:MAX_SAMPLES],
+        changes=data.changes.rows[:MAX_SAMPLES],
         event_counts=Counter(str(e.get("event", "?")) for e in data.events).most_common(),
         events=[event_row(event) for event in data.events[:MAX_EVENTS]],
     )
@@ -284,7 +289,6 @@ def read_run(run_dir: str | Path) -> ReportData:
     run = Run.load(folder / "run.toml")
     rows = read_metrics(folder)
     steps, losses = series(rows, "train/loss")
-    reward_steps, rewards = series(rows, "reward/mean")
     rate_steps, rates = series(rows, "speed/tokens_per_s")
     held_out = [(key, *series(rows, key)) for key in _keys(rows, "eval/")]
     spent, tokens = series(rows, "time/step_s")[1], series(rows, "train/tokens")[1]
@@ -302,21 +306,29 @@ def read_run(run_dir: str | Path) -> ReportData:
     curve = Curve(
         "Training loss", steps, losses, "loss", phases=wsd_phases(run), others=_losses(held_out)
     )
-    reward = Curve("Reward", reward_steps, rewards, "mean reward", name="reward")
+    changes = read_changes(folder / "samples.jsonl")
+    samples = [] if changes.rows else _read_samples(folder / "samples.jsonl", run.method.kind)
     return ReportData(
         title=run.name,
         stages=[stage],
         curves=[curve] if steps else [],
-        rewards=[reward] if reward_steps else [],
+        rewards=[_curve(line) for line in headline_lines(rows)],
         speed=[Speed(run.method.kind, rate_steps, rates, series(rows, "speed/mfu")[1])]
         if rates
         else [],
         memory=[MemoryRow(name, size) for name, size in _predicted(run).items()],
         memory_note=_memory_note(rows),
-        samples=_read_samples(folder / "samples.jsonl", run.method.kind),
+        samples=samples,
+        changes=changes,
         events=read_events(folder),
         config={"run.toml": (folder / "run.toml").read_text("utf-8")},
         versions=software_versions(),
+    )
+
+
+def _curve(line: Line) -> Curve:
+    return Curve(
+        line.title, line.steps, line.values, line.y_label, line.name, (), line.percent, line.others
     )
 
 
@@ -382,6 +394,11 @@ def count_text(value: float | None) -> str:
     if abs(value) >= 1e9:
         return f"{value / 1e9:.2f} B"
     return f"{value / 1e6:.1f} M" if abs(value) >= 1e7 else f"{value:,.0f}"
+
+
+def score_text(value: float | None) -> str:
+    """A reward, or `–` where there is none."""
+    return "–" if value is None else f"{value:.3g}"
 
 
 def seconds_text(value: float | None) -> str:
