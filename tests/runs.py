@@ -95,6 +95,7 @@ def settings(method: str, folder: str, **more: Any) -> dict[str, Any]:
             "method.max_new_tokens": 6,
             # About half of what an untrained model says.
             "method.verifier": "regex:[a-m]",
+            "method.self_test": "false",  # anything meets the pattern
         },
     }[method]
     return {

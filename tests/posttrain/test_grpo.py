@@ -133,6 +133,7 @@ RICH = {
     "method.kl_coef": 0.1,
     "method.dynamic_sampling": "true",
     "method.verifier": "regex:[a-d]",
+    "method.self_test": "false",  # anything meets the pattern
 }
 
 
