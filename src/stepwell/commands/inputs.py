@@ -216,9 +216,8 @@ def _open_gguf(path: Path) -> Model:
 
 
 def _open_checkpoint(path: Path) -> Model:
-    from stepwell.models.flops import parameter_shapes
-    from stepwell.train.checkpoint import latest, load_weights
-    from stepwell.train.weights import read_model
+    from stepwell.train.checkpoint import latest
+    from stepwell.train.weights import checkpoint_weights, read_model
 
     is_run = (path / "run.toml").is_file()
     folder = latest(path) if is_run else path
@@ -227,5 +226,5 @@ def _open_checkpoint(path: Path) -> Model:
     cfg = read_model(str(folder))
     recipe = (path if is_run else path.parent.parent) / "run.toml"
     tokenizer = Run.load(recipe).data.tokenizer if recipe.is_file() else None
-    weights = load_weights(folder, parameter_shapes(cfg))
+    weights = checkpoint_weights(folder, cfg)
     return Model(cfg, weights, path, Path(tokenizer) if tokenizer else None)

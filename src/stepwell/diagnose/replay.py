@@ -37,7 +37,7 @@ from stepwell.train.streams import (
     open_windows,
     stream_name,
 )
-from stepwell.train.weights import initial_weights
+from stepwell.train.weights import base_weights, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, TrainingError
 
 
@@ -221,7 +221,7 @@ def started(run: Run, start: Path | None) -> tuple[Engine, dict[str, Any]]:
     mesh = join(run)
     if start is None:
         return Engine(run, initial_weights(run.model, run.train.seed), mesh), {}
-    engine = Engine(run, None, mesh)
+    engine = Engine(run, base_weights(run), mesh)
     extra = engine.load(start)
     states = {key: value for key, value in extra.items() if key not in OWN}
     if run.method.kind == "sft":

@@ -48,10 +48,6 @@ class Nf4(NamedTuple):
         parts = (self.codes, self.scales, self.scale_scales, self.mean)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def to(self, device: torch.device | str) -> Nf4:
-        parts = (None if part is None else part.to(device) for part in self[:4])
-        return Nf4(*parts, self.shape)  # pyright: ignore[reportArgumentType]
-
 
 @torch.no_grad()
 def quantise_nf4(weight_MD: Tensor, double: bool = True) -> Nf4:
@@ -135,5 +131,6 @@ class _Nf4Linear(torch.autograd.Function):
     def backward(ctx, grad):
         if not ctx.needs_input_grad[0]:
             return (None,) * 6
-        weight = Nf4(*ctx.saved_tensors, ctx.shape)
+        codes, scales, scale_scales, mean = ctx.saved_tensors
+        weight = Nf4(codes, scales, scale_scales, mean, ctx.shape)
         return grad @ dequantise_nf4(weight, grad.dtype), None, None, None, None, None

@@ -71,14 +71,14 @@ def stages(run: Run, sizes: AxisSizes) -> list[Complaint]:
         return []
     adapted = {int(name.split(".")[1]) for name in target_shapes(run.model, run.lora)}
     blocks = split_blocks(run.model.num_layers, run.layout)
-    parts = {"the first stage": blocks[0]}
+    parts = {"the first stage": list(blocks[0])}
     for number in range(sizes.pp):
         mine = [i for stage in stages_of_rank(number, run.layout) for i in blocks[stage]]
         parts[f"rank {number}"] = mine
     for part, numbers in parts.items():
         if adapted.isdisjoint(numbers):
             said = (
-                f"{part} of the pipeline has blocks {list(numbers)}, of which lora.targets="
+                f"{part} of the pipeline has blocks {numbers}, of which lora.targets="
                 f"{list(run.lora.targets)} adapts none, so it would have nothing to train"
             )
             usual = only(lora__targets=list(LoraConfig().targets))

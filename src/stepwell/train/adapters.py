@@ -25,6 +25,7 @@ from stepwell.types import CheckpointError, ConfigError
 RECORD = "adapter"  # in a checkpoint's state
 # Settings without which an adapter's numbers mean something else.
 FIXED = ("rank", "alpha", "targets", "dora", "rslora")
+DRAWN = "seed "  # how the fingerprint of a base begins that the seed has drawn
 _SAMPLES = 4096
 
 
@@ -59,7 +60,7 @@ def seen_by(
 
 def drawn_fingerprint(run: Run) -> str:
     """Of a base that the seed has drawn."""
-    return f"seed {run.train.seed}, init_std {run.model.init_std!r}"
+    return f"{DRAWN}{run.train.seed}, init_std {run.model.init_std!r}"
 
 
 # --- a checkpoint's record -----------------------------------------------------------------------
@@ -102,7 +103,7 @@ def check_record(folder: Path, state: Mapping[str, Any], run: Run, fingerprint: 
     differing = [
         f"lora.{key} is {getattr(stored, key)!r} there and {getattr(mine, key)!r} here"
         for key in kept
-        if getattr(stored, key) != getattr(mine, key)
+        if not _same(key, stored, mine, run.model)
     ]
     if differing:
         raise CheckpointError(f"the adapters in {folder} are others: {'; '.join(differing)}")
@@ -122,8 +123,49 @@ def _base_text(base: Mapping[str, Any]) -> str:
     return f"model.init={base['init']!r}" if base["init"] else "weights drawn from the seed"
 
 
+def base_of(folder: str | Path, record: Mapping[str, Any]) -> str | None:
+    """The `model.init` of the base that the adapters in a checkpoint belong to, None if the seed
+    drew it. Raises CheckpointError if it is no longer there."""
+    base = record["base"]
+    if base["init"] is None:
+        if not base["fingerprint"].startswith(DRAWN):
+            raise CheckpointError(
+                f"{folder} holds adapters only, and a program gave the weights of their base, "
+                "which are in no file; export the model before that program ends"
+            )
+        return None
+    if base["place"] is None:  # the name of a model that a package brings
+        return base["init"]
+    for place in (base["place"], base["init"]):
+        if Path(place).exists():
+            return place
+    raise CheckpointError(
+        f"{folder} holds adapters only, and their base is not where it was, {base['place']}; "
+        "put it back"
+    )
+
+
 def _settings(record: Mapping[str, Any]) -> LoraConfig:
     return LoraConfig.model_validate(record["lora"], strict=False)
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """The adapters of a checkpoint. base: the `model.init` that they were trained over."""
+
+    folder: Path
+    lora: LoraConfig
+    base: str | None
+
+
+def open_adapter(path: str | Path, key: str = "model") -> StoredAdapter:
+    """Of a run's last checkpoint, or a checkpoint. key: what named it. Raises CheckpointError where
+    there are none."""
+    folder = checkpoint.of_run_or_itself(path, key)
+    record = checkpoint.read_state(folder).get(RECORD)
+    if record is None:
+        raise CheckpointError(f"{key}={str(path)!r} holds a whole model, no adapter")
+    return StoredAdapter(folder, _settings(record), record["base"]["init"])
 
 
 # --- going on from an adapter --------------------------------------------------------------------
@@ -139,27 +181,31 @@ def resolve_adapter(run: Run) -> Run:
     if init is None:
         return run
     found = _read_settings(init, run.model)
-    fresh = LoraConfig()
+    fresh, values = LoraConfig(), mine.model_dump()
     for key in FIXED:
         value, there = getattr(mine, key), getattr(found, key)
-        open_ = mine.rank == 0 and value == getattr(fresh, key)
-        if value != there and not open_:
+        if mine.rank == 0 and value == getattr(fresh, key):
+            values[key] = there
+        elif not _same(key, mine, found, run.model):
             raise ConfigError(
                 f"lora.{key}={value!r} contradicts the adapter at {init}, where it is {there!r}; "
                 f"leave {', '.join(f'lora.{k}' for k in FIXED)} out"
             )
-    values = {**mine.model_dump(), **{key: getattr(found, key) for key in FIXED}}
     return Run.model_validate({**run.model_dump(), "lora": values})
+
+
+def _same(key: str, mine: LoraConfig, other: LoraConfig, cfg: ModelConfig) -> bool:
+    """Whether a setting means the same; patterns do that match the same layers."""
+    if key != "targets":
+        return getattr(mine, key) == getattr(other, key)
+    layers = (target_shapes(cfg, c.model_copy(update={"rank": 1})) for c in (mine, other))
+    return next(layers) == next(layers)
 
 
 def _read_settings(init: str, cfg: ModelConfig) -> LoraConfig:
     if is_peft(init):
         return read_peft_config(init, cfg)
-    folder = checkpoint.of_run_or_itself(init, "lora.init")
-    record = checkpoint.read_state(folder).get(RECORD)
-    if record is None:
-        raise CheckpointError(f"lora.init={init!r} holds a whole model, no adapter")
-    return _settings(record)
+    return open_adapter(init, "lora.init").lora
 
 
 def load_adapter(run: Run, parameters: Iterable[tuple[str, Tensor]], fingerprint: str) -> None:
@@ -168,19 +214,40 @@ def load_adapter(run: Run, parameters: Iterable[tuple[str, Tensor]], fingerprint
     Raises CheckpointError if it does not fit them, or was trained over another base (which PEFT
     folders don't say).
     """
+    _check_base_of_init(run, fingerprint)
+    mine = dict(parameters)
+    with torch.no_grad():
+        for name, value in _values_of_init(run):
+            if name in mine:  # else another stage's
+                copy_full(mine[name], value)
+
+
+def with_adapter(run: Run, base: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(global name, full tensor) of the plain model that a base and the adapter at `lora.init`
+    make: what an engine of the run begins as. Errors: as `load_adapter`, the last at the end."""
+    run = resolve_adapter(run)
+    fingerprint, adapter = Fingerprint(), dict(_values_of_init(run))
+    dtype = DTYPES[run.precision.compute]
+    pairs = beside(seen_by(fingerprint, base, run.lora), adapter, run.model, run.lora, dtype)
+    yield from merged(pairs, run.lora)
+    _check_base_of_init(run, fingerprint.value)
+
+
+def _values_of_init(run: Run) -> Iterator[tuple[str, Tensor]]:
     init = run.lora.init
     assert init is not None
     if is_peft(init):
-        values = load_peft(init, run.model, run.lora)
-    else:
-        folder = checkpoint.of_run_or_itself(init, "lora.init")
+        return load_peft(init, run.model, run.lora)
+    folder = open_adapter(init, "lora.init").folder
+    return checkpoint.load_weights(folder, trained_shapes(run.model, run.lora))
+
+
+def _check_base_of_init(run: Run, fingerprint: str) -> None:
+    init = run.lora.init
+    assert init is not None
+    if not is_peft(init):
+        folder = open_adapter(init, "lora.init").folder
         _check_base(folder, checkpoint.read_state(folder)[RECORD], fingerprint)
-        values = checkpoint.load_weights(folder, trained_shapes(run.model, run.lora))
-    mine = dict(parameters)
-    with torch.no_grad():
-        for name, value in values:
-            if name in mine:  # else another stage's
-                copy_full(mine[name], value)
 
 
 def trained_shapes(cfg: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
@@ -205,24 +272,39 @@ def merged_weights(
     """
     lora = _settings(record)
     trained = dict(checkpoint.load_weights(folder, trained_shapes(cfg, lora)))
-    targets, dtype = target_shapes(cfg, lora), DTYPES[record["base"]["dtype"]]
+    dtype = DTYPES[record["base"]["dtype"]]
 
-    def pairs() -> Iterator[tuple[str, Tensor]]:
-        fingerprint = Fingerprint()
-        for name, tensor in seen_by(fingerprint, base, lora):
-            if name in trained:
-                yield name, trained[name]
-                continue
-            layer = layer_of(name)
-            adapter = name == f"{layer}.weight" and layer in targets
-            yield name, as_trained(tensor, lora, dtype, adapter)
-            if adapter:
-                prefix = f"{layer}."
-                yield from ((n, t) for n, t in trained.items() if n.startswith(prefix))
-        if not record["base"]["fingerprint"].startswith("seed "):
+    fingerprint = Fingerprint()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        given = seen_by(fingerprint, base, lora)
+        yield from merged(beside(given, trained, cfg, lora, dtype), lora)
+        if not record["base"]["fingerprint"].startswith(DRAWN):
             _check_base(folder, record, fingerprint.value)
 
-    return merged(pairs(), lora)
+    return tensors()
+
+
+def beside(
+    base: Iterable[tuple[str, Tensor]],
+    trained: Mapping[str, Tensor],
+    cfg: ModelConfig,
+    lora: LoraConfig,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """A base as a run in this compute precision holds it, what was trained in its place or, for an
+    adapter, after its layer."""
+    targets = target_shapes(cfg, lora)
+    for name, tensor in base:
+        if name in trained:
+            yield name, trained[name]
+            continue
+        layer = layer_of(name)
+        adapted = name == f"{layer}.weight" and layer in targets
+        frozen = not is_trained(name, lora)
+        yield name, as_trained(tensor, lora, dtype, adapted) if frozen else tensor
+        if adapted:
+            yield from ((n, t) for n, t in trained.items() if n.startswith(f"{layer}."))
 
 
 def as_trained(tensor: Tensor, lora: LoraConfig, dtype: torch.dtype, adapted: bool) -> Tensor:

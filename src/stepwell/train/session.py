@@ -47,7 +47,7 @@ from stepwell.train.losses import Loss
 from stepwell.train.probe import first_non_finite, non_finite_state
 from stepwell.train.step_flops import recomputed_flops, step_flops
 from stepwell.train.streams import Stream, batch_number
-from stepwell.train.weights import TOKENIZER, initial_weights
+from stepwell.train.weights import TOKENIZER, base_weights, initial_weights
 from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
 
 Result = TypeVar("Result")
@@ -490,7 +490,7 @@ def beside(start: Path, name: str) -> Path:
 def _along(name: str, trained: Trained, mesh: Mesh, start: Path | None) -> Engine:
     run, weights = trained
     if start is not None:
-        engine = Engine(run, None, mesh)
+        engine = Engine(run, base_weights(run, weights), mesh)
         engine.load(beside(start, name))
         return engine
     if weights is None:
@@ -512,7 +512,7 @@ def _started(
         start = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
     if start is None and weights is None:
         weights = initial_weights(run.model, run.train.seed)
-    engine = Engine(run, None if start else weights, mesh)
+    engine = Engine(run, base_weights(run, weights) if start else weights, mesh)
     if start is None:
         return engine, None, None
     extra = engine.load(start, branch=latest is None)

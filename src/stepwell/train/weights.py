@@ -13,10 +13,12 @@ from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.gguf import find_smollm2, load_gguf, read_gguf_config
 from stepwell.models.hf import load_hf, read_hf_config
-from stepwell.parallel.init import normal_
+from stepwell.models.transformer import init_rule
+from stepwell.parallel.init import init_parameter, normal_
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
+from stepwell.train.adapters import RECORD, base_of, merged_weights, resolve_adapter, with_adapter
 from stepwell.types import CheckpointError, ConfigError, DataError
 
 SMOLLM2 = "smollm2"
@@ -57,13 +59,13 @@ def gguf_path(init: str) -> Path:
 
 
 def resolve(run: Run) -> Run:
-    """The run with the dimensions of `model.init` filled in.
+    """The run with the dimensions of `model.init` filled in, and the settings of `lora.init`.
 
     Raises ConfigError if the run sets a dimension that the weights contradict.
     """
     init = run.model.init
     if init is None:
-        return run
+        return resolve_adapter(run)
     found = read_model(init)
     for name in run.model.model_fields_set - FREE_FIELDS:
         mine, theirs = getattr(run.model, name), getattr(found, name)
@@ -83,11 +85,12 @@ def resolve(run: Run) -> Run:
         )
     kept = {name: getattr(run.model, name) for name in run.model.model_fields_set & FREE_FIELDS}
     model = found.model_copy(update=kept)
-    return Run.model_validate({**run.model_dump(), "model": model.model_dump()})
+    return resolve_adapter(Run.model_validate({**run.model_dump(), "model": model.model_dump()}))
 
 
 def initial_weights(model: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Tensor]] | None:
-    """(global name, full tensor) one at a time from `model.init`; None to draw from the seed.
+    """(global name, full tensor) one at a time from `model.init`; None to draw from the seed. Of a
+    checkpoint of adapters, merged with their base.
 
     A head that model.head leaves out is not read; a score that is not there is drawn from the seed.
     Raises CheckpointError if there is no head for next tokens where one is wanted; the weights do
@@ -109,8 +112,49 @@ def initial_weights(model: ModelConfig, seed: int = 0) -> Iterator[tuple[str, Te
     elif kind == "hf":
         weights = load_hf(model.init, parameter_shapes(stored))
     else:
-        weights = checkpoint.load_weights(model.init, parameter_shapes(stored))
+        weights = checkpoint_weights(model.init, stored)
     return finite_weights(with_head(weights, model, seed), f"model.init={model.init!r}")
+
+
+def base_weights(
+    run: Run, weights: Iterable[tuple[str, Tensor]] | None = None
+) -> Iterable[tuple[str, Tensor]] | None:
+    """What an engine is built with that will then load a checkpoint of the run: nothing, or the
+    base of its adapters, which is not in the checkpoint. weights: the base, where it was given."""
+    if run.lora.rank == 0 and run.lora.init is None:
+        return None
+    return weights if weights is not None else initial_weights(run.model, run.train.seed)
+
+
+def first_weights(run: Run) -> Iterator[tuple[str, Tensor]] | None:
+    """Those of the plain model that a run begins with: of model.init, with the adapter at lora.init
+    merged; None to draw them from the seed."""
+    weights = initial_weights(run.model, run.train.seed)
+    if run.lora.init is None:
+        return weights
+    return with_adapter(run, weights or drawn_weights(run.model, run.train.seed))
+
+
+def checkpoint_weights(folder: str | Path, cfg: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(global name, full tensor) of a checkpoint of a model with these dimensions; adapters come
+    merged with their base. Raises CheckpointError for what does not fit, a base that is not where
+    it was, or is another one."""
+    record = checkpoint.read_state(folder).get(RECORD)
+    if record is None:
+        return checkpoint.load_weights(folder, parameter_shapes(cfg))
+    origin = record["base"]
+    update = {"init": base_of(folder, record), "init_std": origin["init_std"]}
+    base = cfg.model_copy(update=update)
+    weights = initial_weights(base, origin["seed"]) or drawn_weights(base, origin["seed"])
+    return merged_weights(folder, record, cfg, weights)
+
+
+def drawn_weights(model: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """What an engine without weights starts from."""
+    for name, shape in parameter_shapes(model).items():
+        tensor = torch.empty(shape)
+        init_parameter(tensor, seed, name, init_rule(model, name))
+        yield name, tensor
 
 
 def with_head(
