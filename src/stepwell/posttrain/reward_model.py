@@ -26,6 +26,7 @@ from stepwell.posttrain.reward_ensembles import (
     standardised,
 )
 from stepwell.posttrain.reward_losses import at_places, step_chance
+from stepwell.posttrain.reward_rows import row_length
 from stepwell.sections.layout import LayoutConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -33,8 +34,6 @@ from stepwell.train.engine import Engine
 from stepwell.train.weights import check_tokenizer, initial_weights, kind_of, read_model
 from stepwell.types import ConfigError, DataError
 
-# Rows of documents are as long as needed, in steps of so many tokens.
-ROUND = 64
 MEAN, SD = "eval/score_mean", "eval/score_sd"
 
 
@@ -242,8 +241,7 @@ def pack_documents(
     if not docs:
         return padding(0, seq_len), torch.zeros(0, dtype=torch.int64)
     lengths = [len(ids) for ids in docs]
-    needed = -(-sum(lengths) // ROUND) * ROUND
-    length = seq_len if whole_rows else min(seq_len, needed)
+    length = seq_len if whole_rows else row_length(lengths, seq_len)
     rows = best_fit(lengths, length)
     marked = []
     for ids, places in zip(docs, ends, strict=True):

@@ -12,6 +12,7 @@ from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.files import file_sha256
 from stepwell.data.order import permute
+from stepwell.data.packing import best_fit
 from stepwell.data.pair_packing import pack_labelled, pack_pairs, pack_steps
 from stepwell.data.preference import (
     Labelled,
@@ -28,6 +29,8 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError
 
 Rows = Sequence[Pair | Labelled | Stepwise]
+# Rows that may be shorter than data.seq_len are so in steps of so many tokens.
+ROUND = 64
 
 
 def load_rows(run: Run, path: str, tokenizer: Tokenizer) -> tuple[Rows, Drops]:
@@ -100,9 +103,16 @@ def check_margins(pairs: Sequence[Pair], path: str) -> None:
 
 
 def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
-    """A batch that has a weight wherever a score is read. index: the rows' numbers."""
+    """A batch that has a weight wherever a score is read. index: the rows' numbers.
+
+    Its rows are as short as `row_length` says, where one rank has them whole and nothing is
+    compiled for one length.
+    """
     method, seq_len = run.method, run.data.seq_len
     assert isinstance(method, RewardModel)
+    layout = run.layout
+    if not layout.compile and layout.cp == layout.tp == layout.pp == 1:
+        seq_len = row_length([num_tokens(row) for row in rows], seq_len)
     if method.objective == "bradley-terry":
         pairs = [row for row in rows if isinstance(row, Pair)]
         margins = [(pair.margin or 0.0) if method.margins else 0.0 for pair in pairs]
@@ -113,6 +123,25 @@ def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
         return pack_steps(answers, seq_len, pad_id, index=index)
     labelled = [row for row in rows if isinstance(row, Labelled)]
     return pack_labelled(labelled, seq_len, pad_id, index=index, read="last")
+
+
+def num_tokens(row: Pair | Labelled | Stepwise) -> int:
+    if isinstance(row, Pair):
+        return len(row.chosen[0]) + len(row.rejected[0])
+    return len(row.ids if isinstance(row, Stepwise) else row.rendering[0])
+
+
+def row_length(lengths: Sequence[int], seq_len: int) -> int:
+    """The length of the shortest rows (a multiple of ROUND) of which no more are needed than of
+    rows of seq_len: what padding would cost is saved."""
+    if not lengths:
+        return seq_len
+    num_rows = len(best_fit(lengths, seq_len))
+    least = max(max(lengths), -(-sum(lengths) // num_rows))
+    for length in range(-(-least // ROUND) * ROUND, seq_len, ROUND):
+        if len(best_fit(lengths, length)) <= num_rows:
+            return length
+    return seq_len
 
 
 def rows_of_step(run: Run, num_rows: int, position: int) -> list[int]:
