@@ -292,12 +292,13 @@ class SampledMethod(MethodSection):
     A step samples group_size answers to each of prompts_per_step prompts (over all ranks) at
     `temperature` from the whole distribution, and scores them by `rewards`, or by `verifier` alone
     where there are none. self_test: the scorers are tried on junk before the run starts.
-    environment: python:FILE.py:CLASS, for answers of up to max_turns turns. server: the URL of an
-    OpenAI-compatible server that samples instead of the engine. max_staleness: how many rollouts
-    the sampling weights may lag behind; above 0, sampling goes on while training. importance_cap:
-    truncates the ratio of the trainer's to the sampler's probability (2510.18927's TIS; 0: no
-    correction). updates_per_rollout: how often the answers are gone through, in `minibatches` steps
-    each time.
+    environment: calculator or python:FILE.py:CLASS, for answers of up to max_turns turns. server:
+    the URL of an OpenAI-compatible server that samples instead of the engine; server_weights: the
+    folder that it loads its model from, which gets every new version of the weights. max_staleness:
+    how many rollouts the sampling weights may lag behind; above 0, sampling goes on while training.
+    importance_cap: truncates the ratio of the trainer's to the sampler's probability (Ionides 2008;
+    0: no correction). updates_per_rollout: how often the answers are gone through, in `minibatches`
+    steps each time.
     """
 
     shows_loss: ClassVar[bool] = False
@@ -313,6 +314,7 @@ class SampledMethod(MethodSection):
     environment: str | None = None
     max_turns: Positive = 1
     server: str | None = None
+    server_weights: str | None = None
     max_staleness: NonNegative = 0
     importance_cap: AtLeast0 = 2.0
     updates_per_rollout: Positive = 1
@@ -330,6 +332,17 @@ class SampledMethod(MethodSection):
             raise ValueError(
                 f"method.max_turns={self.max_turns} needs method.environment, which answers "
                 "between the turns; the nearest legal value is 1"
+            )
+        if self.server_weights is not None and self.server is None:
+            raise ValueError(
+                f"method.server_weights={self.server_weights!r} is where a server loads its "
+                "weights from, and there is no method.server; set it, or leave both out"
+            )
+        if self.server_weights is not None and self.max_staleness > 0:
+            raise ValueError(
+                f"method.max_staleness={self.max_staleness} samples ahead, and a server with new "
+                "weights (method.server_weights) would change them under a rollout; the nearest "
+                "legal value is 0"
             )
         if self.minibatches > self.prompts_per_step:
             raise ValueError(

@@ -20,6 +20,7 @@ from stepwell.metrics import read_events
 from stepwell.posttrain.rollout import ByVerifier, Rollouts
 from stepwell.posttrain.sampling.pipeline import FOLDER, rollout_stream
 from stepwell.posttrain.verifiers.exact import regex
+from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import cross_entropy
 from stepwell.train.session import Session, open_session
@@ -90,6 +91,7 @@ def train(
 ) -> tuple[Seen, dict[str, torch.Tensor]]:
     """A loop of the plainest kind; what it took, and the weights at its end."""
     tokenizer, seen = Tokenizer.load("tokenizer"), {}
+    assert isinstance(run.method, GRPO)
     source_of = None if before_report is None else lambda s: Hooked(s, before_report)
     with (
         open_session(run, tokenizer=tokenizer.fingerprint, console=False) as session,
@@ -134,8 +136,12 @@ def test_timing_changes_nothing(undisturbed):
     def slow_training(number: int) -> None:
         time.sleep(0.1)
 
-    for i, hooks in enumerate(({"before_report": slow_sampling}, {"before_step": slow_training})):
-        got, weights = train(some_run(f"timing-{i}", **{"method.max_staleness": 1}), **hooks)
+    for i in range(2):
+        got, weights = train(
+            some_run(f"timing-{i}", **{"method.max_staleness": 1}),
+            before_step=slow_training if i else lambda number: None,
+            before_report=None if i else slow_sampling,
+        )
         assert got == undisturbed[1][0]
         assert_equal(weights, undisturbed[1][1])
 

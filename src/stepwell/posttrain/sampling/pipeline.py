@@ -31,6 +31,7 @@ from stepwell.posttrain.sampling.environments import Factory
 from stepwell.posttrain.sampling.episodes import Episode, sample_episodes
 from stepwell.posttrain.sampling.gauge import check_replayable
 from stepwell.posttrain.sampling.journal import Journal, Journaled, Source, Stopped
+from stepwell.posttrain.sampling.served import ServedPolicy
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -91,6 +92,8 @@ class RolloutStream:
         check_replayable(self.sampling)
         self.waited_s = self.sampling_s = 0.0
         self._prompts_of, self._rewards, self._tokenizer = prompts_of, rewards, tokenizer
+        if method.server is not None and source_of is None:
+            source_of = ServedPolicy(session, tokenizer).source_of
         self._environment, self._source_of = environment, source_of
         self._folder = Path(session.run.dir) / FOLDER
         self._rank = f"rank{session.engine.mesh.rank:04d}"
@@ -158,8 +161,10 @@ class RolloutStream:
         """How stale this rank's rollouts are, in updates, and what sampling took: the loop's wait,
         and all of it."""
         stale = rollouts.staleness(self.session.engine.updates) if rollouts.groups else 0
+        failures = rollouts.num_environment_failures
         return {
             "rollout/staleness": stale,
+            **({"rollout/environment_failures": failures} if self._environment else {}),
             "time/rollout_wait_s": self.waited_s,
             "time/sampling_s": self.sampling_s,
         }
@@ -295,7 +300,8 @@ def rollout_stream(
     """Where a loop of a SampledMethod gets its rollouts.
 
     prompts_of: this rank's prompts of a rollout, by its number; the same on a resume.
-    source_of: what samples in place of the engine's own weights (a server), given these.
+    source_of: what samples in place of the engine's own weights, given these (by default the
+    method's server, if there is one).
 
         with rollout_stream(session, prompts_of, rewards, tokenizer) as stream:
             while not session.finished:
