@@ -142,6 +142,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.score:main",
         ),
         Command(
+            "reward-test",
+            "try a reward on rows and on junk, before a policy does",
+            "stepwell.commands.reward_test:main",
+        ),
+        Command(
             "export",
             "write a checkpoint as a Hugging Face folder",
             "stepwell.commands.export:main",

@@ -77,11 +77,16 @@ def self_test(
     """What is worth knowing, in sentences; tokenizer: reward models need it. Raises ConfigError if
     junk scores as much as a right answer, naming the string and the score."""
     findings = junk_scores(rewards, prompts, tokenizer, max_new_tokens)
+    require_no_refusal(findings, rewards)
+    return [*rewards.warnings, *reports(findings, rewards)]
+
+
+def require_no_refusal(findings: Sequence[Finding], rewards: Rewards) -> None:
+    """Raises ConfigError for the first finding that is refused."""
     for finding in findings:
         if finding.refused:
             dimension = next(d for d in rewards.dimensions if d.term.name == finding.dimension)
             raise ConfigError(_refusal(finding, dimension))
-    return [*rewards.warnings, *reports(findings, rewards)]
 
 
 def try_at_start(

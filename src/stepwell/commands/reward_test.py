@@ -1,0 +1,169 @@
+"""`stepwell reward-test SOURCE ROWS`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from stepwell.commands.inputs import counted, parse_options
+from stepwell.types import Completion, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from stepwell.eval.grade import Prompt
+    from stepwell.posttrain.reward_self_test import Finding
+
+
+@dataclass
+class RewardTest:
+    """Tries a reward's source on rows: on the answers that they hold, on what they say is right,
+    and on junk. Fails (exit code 2) if junk scores what a right answer does."""
+
+    source: tyro.conf.Positional[str]
+    """exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET, overlong:LIMIT:CACHE,
+    repetition:N, or python:FILE.py:FUNCTION."""
+    rows: tyro.conf.Positional[str]
+    """JSONL or Parquet with `prompt` and the source's columns; `completion` or `completions` are
+    scored as answers."""
+    limit: int | None = None
+    """The first so many rows only."""
+    timeout_s: float = 10.0
+    """For each answer, in seconds."""
+    json: bool = False
+    """Print the result as JSON."""
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse_options("reward-test", RewardTest, argv)
+    check(options)
+    from stepwell.posttrain.reward_self_test import (
+        is_penalty,
+        junk_scores,
+        reports,
+        require_no_refusal,
+    )
+    from stepwell.posttrain.rewards import open_rewards
+    from stepwell.sections.methods import GRPO, RewardTerm
+
+    prompts, num_dropped = prompts_of(options.rows, options.limit)
+    term = RewardTerm(name="reward", source=options.source)
+    rewards = open_rewards(GRPO(rewards=(term,), reward_timeout_s=options.timeout_s))
+    try:
+        rewards.check_columns(prompts)
+        answers = scored_answers(rewards, prompts)
+        findings = junk_scores(rewards, prompts)
+        result = {
+            "source": options.source,
+            "rows": len(prompts),
+            "dropped": num_dropped,
+            "penalty": is_penalty(rewards.dimensions[0]),
+            "answers": answers,
+            "junk": [asdict(finding) for finding in findings],
+            "warnings": [*rewards.warnings, *reports(findings, rewards)],
+        }
+        print(json.dumps(result) if options.json else "\n".join(result_lines(result, findings)))
+        require_no_refusal(findings, rewards)
+    finally:
+        rewards.close()
+    return 0
+
+
+def check(options: RewardTest) -> None:
+    """Raises ConfigError for options that cannot be."""
+    if options.source.startswith("model:"):
+        raise ConfigError(
+            f"{options.source!r} is a reward model, whose scores are learnt: "
+            "`stepwell score` scores rows with it"
+        )
+    if options.limit is not None and options.limit < 1:
+        raise ConfigError(f"--limit {options.limit} must be at least 1, the nearest legal value")
+    if options.timeout_s <= 0:
+        raise ConfigError(f"--timeout-s {options.timeout_s:g} must be above 0, e.g. 10")
+
+
+def prompts_of(path: str, limit: int | None) -> tuple[list[Prompt], int]:
+    """Rows as prompts without ids, and how many rows are none. Raises DataError if all are."""
+    from stepwell.data.sources.rows import Record, records
+    from stepwell.eval.grade import Prompt
+
+    prompts, num_dropped = [], 0
+    for row in records(path):
+        text = _text(row.values.get("prompt")) if isinstance(row, Record) else None
+        if text is None or not isinstance(row, Record):
+            num_dropped += 1
+            continue
+        columns = {name: value for name, value in row.values.items() if name != "prompt"}
+        prompts.append(Prompt(text, (), columns, row.id))
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise DataError(
+            f"{path} has no row with a `prompt`, a text or a list of messages "
+            f"({counted(num_dropped, 'row')} without)"
+        )
+    return prompts, num_dropped
+
+
+def _text(value: Any) -> str | None:
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else None
+
+
+def answers_of(prompt: Prompt) -> list[str]:
+    """`completion`, or each of `completions`."""
+    several = prompt.columns.get("completions")
+    values = several if isinstance(several, list) else [prompt.columns.get("completion")]
+    return [text for value in values if (text := _text(value)) is not None]
+
+
+def scored_answers(rewards: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    asked = [(prompt, text) for prompt in prompts for text in answers_of(prompt)]
+    completions = [
+        Completion(0, (), (0,) * len(text.split()), (0.0,) * len(text.split()), text, "stop")
+        for _, text in asked
+    ]
+    verdicts = rewards.score([prompt for prompt, _ in asked], completions)
+    return [
+        {
+            "row": prompt.item,
+            "completion": text,
+            "score": verdict.reward,
+            "failure": verdict.failure,
+            "detail": verdict.detail,
+        }
+        for (prompt, text), verdict in zip(asked, verdicts, strict=True)
+    ]
+
+
+def result_lines(result: dict[str, Any], findings: Sequence[Finding]) -> list[str]:
+    dropped = f", {counted(result['dropped'], 'row')} dropped" if result["dropped"] else ""
+    lines = [f"{result['source']} on {counted(result['rows'], 'row')}{dropped}"]
+    for answer in result["answers"]:
+        detail = f"  ({answer['detail']})" if answer["detail"] else ""
+        score = answer["failure"] or _shown(answer["score"])
+        lines.append(f"  {score:>8}  {_cut(answer['completion'])}{detail}")
+    if result["penalty"]:
+        return [*lines, "a penalty: its best score is for having nothing wrong; junk is not tried"]
+    lines += ["", f"  {'right':>8} {'junk':>8} {'hits':>6} {'failed':>6}  junk"]
+    for finding in findings:
+        right = [score for score in finding.right if score is not None]
+        junk = [score for score in finding.scores if score is not None]
+        verdict = "  REFUSED" if finding.refused else ""
+        lines.append(
+            f"  {_shown(max(right, default=None)):>8} {_shown(max(junk, default=None)):>8} "
+            f"{finding.hits:>2} of {len(finding.scores):<2} {finding.num_failures:>5}  "
+            f"{finding.junk}: {_cut(finding.text)}{verdict}"
+        )
+    return [*lines, *(f"warning: {text}" for text in result["warnings"])]
+
+
+def _shown(score: float | None) -> str:
+    return "n/a" if score is None else f"{score:.4g}"
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 50 else f"{text[:50]}...")

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from stepwell.cli import main
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": f"answer: {a + b + wrong}"}
+        for a, b, wrong in [(1, 2, 0), (30, 4, 1), (50, 6, 0)]
+    ]
+    messages = [{"role": "user", "content": "7+8=?"}]
+    lines.append({"prompt": messages, "answer": "15", "completions": ["answer: 15", "no idea"]})
+    lines.append({"question": "no prompt"})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_answers_and_junk(rows, capsys):
+    assert main(["reward-test", "exact", rows, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["rows"], result["dropped"]) == (4, 1)
+    assert [answer["score"] for answer in result["answers"]] == [1, 0, 1, 1, 0]
+    names = [finding["junk"] for finding in result["junk"]]
+    assert "nothing" in names
+    assert "many answers at once" in names
+    assert not any(finding["refused"] for finding in result["junk"])
+    assert main(["reward-test", "exact", rows, "--limit", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("exact on 2 rows\n")
+    assert "1  'answer: 3'" in shown
+
+
+def test_a_scorer_that_junk_satisfies(rows, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "def f(prompts, completions, answer):\n"
+        "    return [float(a in c) for a, c in zip(answer, completions)]\n"
+    )
+    assert main(["reward-test", f"python:{tmp_path}/mine.py:f", rows, "--timeout-s", "5"]) == 2
+    out, err = capsys.readouterr()
+    assert "many answers at once: 'answer: 56 or 3 or 56'  REFUSED" in out
+    assert "gives 1 to junk" in err
+
+
+def test_a_penalty(rows, capsys):
+    assert main(["reward-test", "repetition:2", rows]) == 0
+    assert "junk is not tried" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["model:x", "ROWS"], 2, "stepwell score"),
+        (["exakt", "ROWS"], 2, "did you mean 'exact'"),
+        (["exact", "ROWS", "--limit", "0"], 2, "must be at least 1"),
+        (["exact", "ROWS", "--timeout-s", "0"], 2, "must be above 0"),
+        (["gym:gcd", "ROWS"], 3, "needs the column 'entry', which 4 of 4 rows lack"),
+        (["exact", "nothing.jsonl"], 3, "nothing.jsonl"),
+    ],
+)
+def test_refusals(rows, words, code, message, capsys):
+    assert main(["reward-test", *[rows if w == "ROWS" else w for w in words]]) == code
+    assert message in capsys.readouterr().err
