@@ -48,6 +48,8 @@ def generation(temperature: str) -> list[Spec]:
     ]
 
 
+# What is counted by the second; tokens, if nothing else is said.
+UNITS = {"reward": "pairs"}
 # job -> (target ratio, its workers)
 JOBS = {
     "pretrain": (
@@ -73,6 +75,32 @@ JOBS = {
                     "packed compiled": (*PACKED, *COMPILED),
                 },
             ),
+        ],
+    ),
+    "grpo": (
+        3.0,
+        [
+            *variants(OURS, "", "ours.grpo", BOTH),
+            *variants(
+                "TRL",
+                "trl",
+                "peers.trl_grpo",
+                {**BOTH, "continuous batching": ("--batching", "1")},
+            ),
+        ],
+    ),
+    "ppo": (
+        3.0,
+        [
+            *variants(OURS, "", "ours.ppo", BOTH),
+            *variants("TRL 1.12", "trl", "peers.trl_ppo", {"eager": ()}),
+        ],
+    ),
+    "reward": (
+        2.0,
+        [
+            *variants(OURS, "", "ours.reward", BOTH),
+            *variants("TRL", "trl", "peers.trl_reward", BOTH),
         ],
     ),
     "generate-greedy": (2.0, generation("0")),
@@ -131,11 +159,12 @@ def main() -> None:
             "BENCH_QUIET_S": "0" if args.cpu_time else str(quiet_s),
             **({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}),
         }
-        speed = "tokens_per_cpu_s" if args.cpu_time else "tokens_per_s"
+        unit = UNITS.get(job, "tokens")
+        speed = f"{unit}_per_cpu_s" if args.cpu_time else f"{unit}_per_s"
         records = measure(specs, ENVS, rounds, settings, speed)
         rows = ratios(records, speed)
-        result["jobs"][job] = {"target": target, "ratios": rows, "workers": records}
-        print(show(job, target, rows), flush=True)
+        result["jobs"][job] = {"target": target, "ratios": rows, "workers": records, "unit": unit}
+        print(show(job, target, rows, unit), flush=True)
     name = "-".join(
         [
             str(datetime.date.today()),

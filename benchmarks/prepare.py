@@ -1,5 +1,5 @@
 """Makes the benchmark's inputs from the Python standard library, once: tokenizer, token stream,
-chat rows of 50 to 400 tokens, prompts of 32 tokens."""
+chat rows of 50 to 400 tokens, prompts of 32 tokens, pairs of answers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,34 @@ CORPUS_CHARS = 6_000_000
 
 
 def prepare() -> None:
-    if (DATA / "complete").exists():
-        return
+    if not (DATA / "complete").exists():
+        prepare_all()
+    if not (DATA / "pairs.jsonl").exists():
+        prepare_pairs()
+
+
+def prepare_pairs() -> None:
+    """Prompts of 64 tokens with two answers of 50 to 200."""
+    ids = np.fromfile(DATA / "tokens.bin", dtype=np.uint16)
+    tokenizer = Tokenizer.from_file(str(DATA / "tokenizer.json"))
+    rng = random.Random(1)
+
+    def piece(num_tokens: int) -> str:
+        start = rng.randrange(len(ids) - num_tokens)
+        return tokenizer.decode(ids[start : start + num_tokens].tolist())
+
+    rows = [
+        {
+            "prompt": piece(64),
+            "chosen": piece(rng.randint(50, 200)),
+            "rejected": piece(rng.randint(50, 200)),
+        }
+        for _ in range(512)
+    ]
+    write("pairs", rows)
+
+
+def prepare_all() -> None:
     DATA.mkdir(parents=True, exist_ok=True)
     texts = corpus()
     tokenizer = train_tokenizer(texts)

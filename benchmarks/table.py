@@ -45,18 +45,19 @@ def peak(record: dict[str, Any]) -> float:
     return max(c["peak_rss_mb"] for c in record["chunks"])
 
 
-def show(job: str, target: float, rows: list[dict[str, Any]]) -> str:
+def show(job: str, target: float, rows: list[dict[str, Any]], unit: str = "tokens") -> str:
     """A Markdown table."""
+    form = ",.0f" if unit == "tokens" else ",.1f"
     lines = [
         f"### {job} (target {target:g}x)",
-        "| peer (its better variant) | ours | min | median | max | tokens/s ours / peer "
+        f"| peer (its better variant) | ours | min | median | max | {unit}/s ours / peer "
         "| peak MiB ours / peer |",
         "|-|-|-|-|-|-|-|",
     ]
     lines += [
         f"| {r['peer']} {r['peer_variant']} | {r['our_variant']} | {r['min']:.2f} "
         f"| **{r['median']:.2f}** | {r['max']:.2f} "
-        f"| {r['our_tokens_per_s']:,.0f} / {r['peer_tokens_per_s']:,.0f} "
+        f"| {r['our_tokens_per_s']:{form}} / {r['peer_tokens_per_s']:{form}} "
         f"| {r['our_peak_mb']:,.0f} / {r['peer_peak_mb']:,.0f} |"
         for r in rows
     ]
