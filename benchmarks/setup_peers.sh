@@ -36,3 +36,10 @@ make_env litgpt litgpt==0.5.13
 make_env torchtitan torchtitan==0.3.0 triton
 make_light_env datatrove datatrove==0.10.0 spacy==3.8.18 nltk==3.10.4 tldextract regex xxhash==3.6.0 tokenizers \
   fasttext-community fasteners
+# TRL dropped PPO after this version; it runs in the environment of the newer one.
+if [ ! -e "$folder/trl-1.12.0/complete" ]; then
+  echo "Setting up $folder/trl-1.12.0"
+  "$folder/trl/bin/pip" install --quiet --disable-pip-version-check --no-deps \
+    --target "$folder/trl-1.12.0" trl==1.12.0
+  touch "$folder/trl-1.12.0/complete"
+fi
