@@ -20,9 +20,11 @@ RECIPES = {
     "quickstart-pretrain": QUICKSTART,
     "quickstart-sft": QUICKSTART,
     "quickstart-grpo": QUICKSTART,
+    "quickstart-ppo": QUICKSTART,
     "quickstart-smollm2-sft": 134_515_008,
     "quickstart-smollm2-grpo": 134_515_008,
     "smollm2-sft": 134_515_008,
+    "smollm2-reward": 134_515_008 + 576,
     "llama3-8b-pretrain": 8_030_261_248,
 }
 

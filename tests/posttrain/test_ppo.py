@@ -13,8 +13,8 @@ import torch
 from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_lines
-from stepwell.models.transformer import ForwardOptions
-from stepwell.posttrain.answers import Answer
+from stepwell.models.transformer import ForwardOptions, TokenOutputs
+from stepwell.posttrain.answers import Answer, packed
 from stepwell.posttrain.critic import critic_run, value_loss
 from stepwell.posttrain.gae import gae
 from stepwell.posttrain.kl_control import adapted
@@ -237,6 +237,35 @@ def test_temperature_is_of_log_probabilities_never_of_values():
         assert np.array_equal(one.streams["old_logprobs"], one.streams["reference_logprobs"])
     assert found[1.0][2].after != 0
     assert found[1.0][1].after == 0
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.2])
+def test_bounds_and_importance_weights_of_the_loss(cap):
+    """Old and sampler's policies other than the current one, by hand."""
+    method = PPO(clip_low=0.1, clip_high=0.3, importance_cap=cap, entropy_coef=0.2)
+    answers, _ = with_targets(some_answers(), method, 0.0)
+    names = ("advantages", "old_logprobs", "sampler_logprobs")
+    batch = packed(answers, oracle.LENGTH, 0, None, names)
+    generator = torch.Generator().manual_seed(2)
+    noise = 0.3 * torch.randn(batch.weights_BT.shape, generator=generator)
+    now = (batch.extra["old_logprobs"] + noise).requires_grad_()
+    outputs = TokenOutputs(logprobs_BT=now, entropy_BT=torch.full_like(noise, 2.0))
+    found = policy_loss(method, 0.0).fn(outputs, batch)
+    total, binds = torch.zeros(()), 0
+    for where in batch.weights_BT.nonzero():
+        at = tuple(where.tolist())
+        old, sampler, advantage = (
+            batch.extra[name][at] for name in ("old_logprobs", "sampler_logprobs", "advantages")
+        )
+        ratio = (now[at] - old).exp()
+        plain, held = ratio * advantage, ratio.clamp(0.9, 1.3) * advantage
+        weight = (old - sampler).exp().clamp(max=cap) if cap else 1.0
+        total = total - weight * torch.minimum(plain, held) - 0.2 * 2.0
+        binds += bool(held < plain)
+    assert found.sums["tokens"].item() == pytest.approx(total.item(), rel=1e-5)
+    got, wanted = (torch.autograd.grad(x, now)[0] for x in (found.sums["tokens"], total))
+    assert (got - wanted).abs().max() < 1e-5
+    assert found.metrics["clipped_share"][0].item() == binds > 0
 
 
 # --- a rollout's arithmetic ----------------------------------------------------------------------
