@@ -14,10 +14,12 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.transformer import ForwardOptions, TokenOutputs
+from stepwell.plan.models import predict_models
 from stepwell.posttrain.answers import Answer, packed
 from stepwell.posttrain.critic import critic_run, value_loss
 from stepwell.posttrain.gae import gae
 from stepwell.posttrain.kl_control import adapted
+from stepwell.posttrain.placement import other_models
 from stepwell.posttrain.policy_batch import scored
 from stepwell.posttrain.ppo_loss import policy_loss, shared
 from stepwell.posttrain.ppo_targets import (
@@ -28,7 +30,9 @@ from stepwell.posttrain.ppo_targets import (
     with_targets,
 )
 from stepwell.sections.methods import PPO
+from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
+from stepwell.train.weights import TOKENIZER
 from stepwell.types import ConfigError
 from tests import oracle, runs
 from tests.oracle import assert_same, base_run
@@ -482,18 +486,23 @@ def test_ranks_share_the_prompts_and_change_nothing(world, critic):
 
 
 def test_the_ledger_is_what_the_tensors_take(world):
-    """Predicted before the run, measured after its first step: within 5 %."""
-    from stepwell.plan.models import predict_models
-
+    """All four models, predicted before the run, measured after its first step: within 5 %."""
+    judge = Run.parse({"method": {"kind": "reward"}}, runs.MODEL)
+    tokenizer = Tokenizer.load(world / "tokenizer")
+    Engine(judge).save(world / "judge", {TOKENIZER: tokenizer.fingerprint}).wait()
     values = {"train.steps": 1, "precision.compute": "bf16"}
+    values |= {"method.rewards": '[{name = "judge", source = "model:judge"}]'}
     assert main(words("ppo", settings("ledger", **values))) == 0
+    run = Run.load(world / "ledger" / "run.toml")
     (found,) = (e for e in read_events(world / "ledger") if e["event"] == "memory")
-    predicted = predict_models(Run.load(world / "ledger" / "run.toml"))
-    assert predicted.keys() == {"policy", "critic", "reference"}
+    predicted = predict_models(run, 1, *other_models(run))
+    assert predicted.keys() == {"policy", "critic", "reference", "reward judge"}
     for name, wanted in predicted.items():
         for part, num_bytes in wanted.named().items():
             assert found[name][part] == pytest.approx(num_bytes, rel=0.05), (name, part)
     assert predicted["critic"].total > 16 * 25_000
+    drawn = [r for r in read_lines(world / "ledger" / "samples.jsonl") if not r["greedy"]]
+    assert len({row["scores"]["judge"] for row in drawn}) > 1
 
 
 def test_a_reference_is_only_held_where_there_is_a_leash(world):
