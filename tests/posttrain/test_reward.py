@@ -340,3 +340,16 @@ def test_rules_between_keys(legal, illegal, message):
     Run.parse({"method": {"kind": "reward"}}, legal)
     with pytest.raises(ConfigError, match=message):
         Run.parse({"method": {"kind": "reward"}}, illegal)
+
+
+def test_adapters_are_trained_together_with_the_score(world):
+    more = {"lora.rank": 4, "data.heldout_path": "held_pairs.jsonl", "train.eval_every": 30}
+    run, lines = train("adapters", **more)
+    last = next(line for line in lines[::-1] if "eval/loss" in line)
+    assert last["eval/accuracy"] > 0.9
+    rows, _ = usable_rows(run, "held_pairs.jsonl", Tokenizer.load("tokenizer"))
+    scorer = open_scorer(["adapters"], ALONE, 64, compute="fp32")
+    chosen = scorer.score([row.chosen[0] for row in rows])
+    rejected = scorer.score([row.rejected[0] for row in rows])
+    found = (chosen > rejected).float().mean().item()
+    assert found == pytest.approx(last["eval/accuracy"], abs=1e-6)
