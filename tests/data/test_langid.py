@@ -253,7 +253,8 @@ def test_whole_pages_of_english_score_above_the_threshold_of_curate_mixed():
     (step,) = [step for step in tomllib.loads(recipe)["steps"] if step["kind"] == "langid"]
     assert step["sources"] == ["web"]
     knobs = {"keep": tuple(step["keep"]), "threshold": step["threshold"]}
-    prose = [d for d in stdlib_prose() if isinstance(d, Document) and len(d.text) > 2_000][:40]
+    docs = (d for d in stdlib_prose() if isinstance(d, Document) and len(d.text) > 2_000)
+    prose = list(islice(docs, 40))
     # The page that begins with the grammar of functions is hardly prose.
     assert LangId(**knobs)(to_batch(prose, 0)).removed.num_rows <= 1
     entries = [

@@ -113,7 +113,7 @@ def test_sample_ids_name_their_rows(store, big):
 )
 @example(rows=10, worlds=[4, 8, 6], steps=5, packed=False)
 @example(rows=10, worlds=[4, 8, 6], steps=5, packed=True)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_order_is_global_and_resume_exact_at_any_world_size(
     store, big, chats, rows, worlds, steps, packed
 ):
@@ -259,7 +259,7 @@ def test_more_ranks_than_rows_leave_some_without(store):
     worlds=st.lists(st.integers(1, 9), min_size=1, max_size=3),
 )
 @example(caps=(1.5, None), weight=0.5, rows=10, worlds=[4, 8, 6])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_no_row_is_read_more_often_than_its_cap_at_any_world_size(
     store, big, caps, weight, rows, worlds
 ):

@@ -58,7 +58,7 @@ def test_pack_rows_lays_out_documents():
     st.integers(11, 30),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_extra_streams_land_where_their_token_is_the_target(lengths, seq_len, random):
     docs = [([random.randrange(100) for _ in range(n)], [1] * n) for n in lengths]
     names = [[1000 * i + t for t in range(n)] for i, n in enumerate(lengths)]

@@ -102,7 +102,7 @@ def test_hits_come_strongest_first(index):
 WORDS = st.lists(st.sampled_from([f"w{i}" for i in range(12)]), min_size=0, max_size=40)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(questions=st.lists(WORDS, min_size=1, max_size=8), documents=st.lists(WORDS, max_size=5))
 def test_an_index_agrees_with_the_rules(tmp_path_factory, questions, documents):
     """For every rule, text and document: found over the index exactly when `is_found` says so."""
@@ -136,7 +136,7 @@ LONG = st.lists(
 SPACE = st.sampled_from([" ", "\n", "\r\n", "\t", "  \n ", ", ", " -- ", "\u00a0", "\\n"])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(words=LONG, data=st.data())
 def test_no_dress_hides_a_question_of_13_words(tmp_path_factory, words, data):
     folder = tmp_path_factory.mktemp("index") / "index"

@@ -85,7 +85,7 @@ def test_shards_and_order_change_nothing(tmp_path, num_shards):
 SMALL = st.lists(st.sampled_from(["a", "b", "c"]), max_size=8).map(" ".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(SMALL, max_size=12), st.sampled_from([0.3, 0.5, 0.8, 1.0]), st.randoms())
 def test_any_texts(texts, threshold, rng):
     step = EXHAUSTIVE.model_copy(update={"threshold": threshold, "ngram": 2})

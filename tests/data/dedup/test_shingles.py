@@ -45,7 +45,7 @@ CHARACTERS = st.sampled_from(
 TEXTS = st.text(CHARACTERS, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 6))
 def test_sets_resemble_each_other_as_the_definition_says(texts, ngram):
     sets = shingle_sets(pa.array(texts, pa.large_string()), ngram)

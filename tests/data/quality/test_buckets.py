@@ -96,7 +96,7 @@ def test_nothing_to_decide(tmp_path):
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, None]), min_size=1, max_size=30)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(SCORES, st.floats(0.05, 1.0), st.booleans(), st.randoms())
 def test_shards_and_order_change_nothing(tmp_path_factory, scores, keep, per_source, random):
     folder = tmp_path_factory.mktemp("top")

@@ -26,7 +26,7 @@ def by_text(lines: module.Lines, values) -> list[list]:
     return [list(values[first:last]) for first, last in pairwise(lines.first_D1)]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_lines_are_those_of_str_split(texts):
     lines = split_lines(column(texts))
@@ -40,7 +40,7 @@ def test_lines_are_those_of_str_split(texts):
     assert lines.num_newlines.tolist() == [text.count("\n") for text in texts]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_universal_lines_are_those_of_str_splitlines(texts):
     lines = split_lines(column(texts), universal=True)
@@ -61,7 +61,7 @@ def test_universal_lines_are_those_of_str_splitlines(texts):
         assert [text[at : at + len(raw)] for at, raw in zip(starts, pieces, strict=True)] == pieces
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(TEXTS)
 def test_words_are_those_of_str_split(texts):
     lines = split_lines(column(texts))
@@ -76,7 +76,7 @@ def test_counting_in_eights(values):
     assert counted == [sum(values[:place]) for place in places]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(st.lists(st.sampled_from(["", "a", "ab", "12345678" * 3, "12345678x2345678"
                                           "12345678", "12345678y234567812345678"]), max_size=8),
                 min_size=1, max_size=4))  # fmt: skip

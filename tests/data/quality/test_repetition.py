@@ -63,7 +63,7 @@ TEXTS = st.lists(PIECE, max_size=60).map("".join) | st.lists(PIECE, max_size=60)
 LIMIT = st.sampled_from([0.0, 0.1, 0.3, 0.6, 1.0])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=5), st.lists(LIMIT, min_size=13, max_size=13))
 def test_verdicts_agree_with_the_definitions(texts, values):
     names = [name for name in GopherRepetition.model_fields if name.startswith("max_")]

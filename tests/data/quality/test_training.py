@@ -19,8 +19,8 @@ SMALL = Settings(dim=8, buckets=4096, epochs=5, heldout=0.25, max_chars=2000)
 
 @lru_cache(maxsize=1)
 def real_examples() -> list[Example]:
-    prose = [d for d in islice(stdlib_prose(), 1200) if isinstance(d, Document)]
-    code = [d for d in islice(stdlib_code(), 500) if isinstance(d, Document)]
+    prose = [d for d in islice(stdlib_prose(), 420) if isinstance(d, Document)]
+    code = [d for d in islice(stdlib_code(), 260) if isinstance(d, Document)]
     return [Example(d.text, 1) for d in prose] + [Example(d.text, 0) for d in code]
 
 
