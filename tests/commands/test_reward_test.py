@@ -8,7 +8,7 @@ from stepwell.cli import main
 @pytest.fixture
 def rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = [
+    lines: list[dict[str, object]] = [
         {"prompt": f"{a}+{b}=?", "answer": str(a + b), "completion": f"answer: {a + b + wrong}"}
         for a, b, wrong in [(1, 2, 0), (30, 4, 1), (50, 6, 0)]
     ]

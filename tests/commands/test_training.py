@@ -218,6 +218,14 @@ def test_a_column_that_the_verifier_needs_is_asked_for_first(world, capsys):
     assert "needs the column 'answer'" in capsys.readouterr().err
 
 
+def test_a_verifier_that_junk_satisfies_is_refused(world, capsys):
+    values = settings("grpo", "any", **{"method.self_test": "true"})
+    assert main(words("grpo", values)) == 2
+    message = capsys.readouterr().err
+    assert "source 'regex:[a-m]') gives 1 to junk (only the marker: 'answer:')" in message
+    assert not (Path("any") / "metrics.jsonl").exists()
+
+
 def test_a_verifier_that_always_fails_is_an_error(world, capsys):
     """The scorer of reasoning-gym raises for an entry that is none of its own."""
     write_rows(Path("junk.jsonl"), [{"prompt": "1+1=", "entry": 5}] * 4)

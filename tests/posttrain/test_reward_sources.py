@@ -148,7 +148,7 @@ def test_async_graders_run_together(graders):
     got = scores(f"{graders}:judge", ["x"] * 12 + ["slow", "raise"], timeout_s=1.0)
     assert time.monotonic() - started < 20
     assert got[-2:] == ["timeout", "error"]
-    assert max(got[:12]) >= 12  # so many at once
+    assert max(float(score or 0) for score in got[:12]) >= 12  # so many at once
 
 
 def test_any_thread_may_score(graders):

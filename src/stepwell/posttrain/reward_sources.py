@@ -214,7 +214,8 @@ def _model(
         docs = [[*c.prompt_ids, *c.token_ids] for c in completions]
         return [_finite(float(value)) for value in models.score(docs)]
 
-    return Scorer(score, is_model=True)
+    engines = tuple(member.engine for member in models.members)
+    return Scorer(score, is_model=True, engines=engines)
 
 
 def _finite(value: float) -> Verdict:
