@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from math import prod
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
 from stepwell.models.activations import saved_per_layer
+from stepwell.models.flops import parameter_shapes
+from stepwell.models.lora import LoraLinear
+from stepwell.models.lora_shapes import trained_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.parallel.mesh import init_distributed
 from stepwell.plan.memory import (
@@ -454,3 +458,57 @@ def test_muon_keeps_one_moment_of_hidden_matrices():
     hidden = sum(p.numel() for p in Decoder(run.model).blocks.parameters() if p.dim() == 2)
     saved = predict_memory(run).items.optimizer - predict_memory(muon).items.optimizer
     assert saved == 4 * hidden
+
+
+# --- adapters --------------------------------------------------------------------------------
+
+
+def lora_run(compute="bf16", micro_batches=1, **lora) -> Run:
+    run = run_of(rows=4, micro_batches=micro_batches, compute=compute, num_layers=4, d_ff=768)
+    return Run.parse(run.model_dump(exclude_none=True), {f"lora.{k}": v for k, v in lora.items()})
+
+
+ADAPTED = {
+    "lora": lora_run(rank=8),
+    "dora": lora_run(rank=8, dora=True),
+    "dropout": lora_run(rank=8, dropout=0.1),
+    "some layers": lora_run(rank=4, targets=r'["blocks\\.\\d+\\.attn\\.w[qv]"]'),
+    "accumulating": lora_run(rank=8, micro_batches=2),
+    "4 bits": lora_run(rank=8, quantize="nf4"),
+    "4 bits, plain scales": lora_run(rank=8, quantize="nf4", double_quantize=False),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_what_a_run_with_adapters_holds_is_exact(name):
+    run = ADAPTED[name]
+    engine = Engine(run)
+    layers = [m.quantised for m in engine.decoder.modules() if isinstance(m, LoraLinear)]
+    in_4_bits = sum(q.num_bytes for q in layers if q is not None)
+    ledger = predict_memory(run)
+    parameters = (p for _, p in engine.named_parameters())
+    assert ledger.items.parameters == live_tensor_bytes(parameters) + in_4_bits
+    moments = [v for n, v in engine.optimizer.state_dict().items() if not n.endswith(".step")]
+    assert ledger.items.optimizer == live_tensor_bytes(moments)
+    trained = sum(p.numel() for _, p in engine.named_parameters() if p.requires_grad)
+    assert ledger.gradient_bytes == 4 * trained
+
+
+@pytest.mark.parametrize("name", ADAPTED)
+def test_a_step_with_adapters_is_predicted_within_12_percent(name):
+    run = ADAPTED[name]
+    ledger = predict_memory(run)
+    predicted = ledger.peak_bytes - ledger.resting_bytes
+    assert predicted == pytest.approx(measured_engine_step(run), rel=0.12)
+
+
+def test_a_trained_parameter_has_16_bytes_and_a_frozen_one_2():
+    """Of bf16 training: master, moments and gradient, and the copy that is computed with."""
+    run = lora_run(rank=8)
+    shapes, trained = parameter_shapes(run.model), trained_shapes(run.model, run.lora)
+    num_trained = sum(prod(shape) for shape in trained.values())
+    num_matrices = sum(prod(shape) for shape in shapes.values() if len(shape) == 2)
+    num_vectors = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
+    ledger = predict_memory(run)
+    held = ledger.resting_bytes + ledger.gradient_bytes
+    assert held == 16 * num_trained + 2 * num_matrices + 4 * num_vectors

@@ -28,14 +28,14 @@ def linear_shapes(cfg: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def target_shapes(cfg: ModelConfig, lora: LoraConfig) -> dict[str, Shape]:
+def target_shapes(cfg: ModelConfig, lora: LoraConfig, strict: bool = True) -> dict[str, Shape]:
     """`linear_shapes` of the layers that `lora.targets` match, in the model's order; none without a
-    rank. Raises ConfigError for a pattern that matches no layer."""
+    rank. Raises ConfigError for a pattern that matches no layer, if strict."""
     if lora.rank == 0:
         return {}
     known = linear_shapes(cfg)
     for pattern in lora.targets:
-        if not any(re.fullmatch(pattern, name) for name in known):
+        if strict and not any(re.fullmatch(pattern, name) for name in known):
             raise ConfigError(unmatched(pattern, list(known)))
     wanted = [re.compile(pattern) for pattern in lora.targets]
     return {n: shape for n, shape in known.items() if any(w.fullmatch(n) for w in wanted)}
@@ -50,10 +50,10 @@ def unmatched(pattern: str, known: list[str]) -> str:
     )
 
 
-def adapter_shapes(cfg: ModelConfig, lora: LoraConfig) -> dict[str, Shape]:
+def adapter_shapes(cfg: ModelConfig, lora: LoraConfig, strict: bool = True) -> dict[str, Shape]:
     """Global name -> shape of every parameter of the adapters, in the model's order."""
     found: dict[str, Shape] = {}
-    for name, (rows, columns) in target_shapes(cfg, lora).items():
+    for name, (rows, columns) in target_shapes(cfg, lora, strict).items():
         if lora.dora:
             found[f"{name}.{MAGNITUDE}"] = (rows,)
         found[f"{name}.{A}"] = (lora.rank, columns)
@@ -78,6 +78,19 @@ def is_trained(name: str, lora: LoraConfig) -> bool:
     """Whether a run trains this parameter. With adapters: these, and a fresh score head, which the
     base has not."""
     return lora.rank == 0 or is_adapter(name) or name.startswith("score.")
+
+
+def trained_shapes(cfg: ModelConfig, lora: LoraConfig, strict: bool = True) -> dict[str, Shape]:
+    """Global name -> shape of every parameter that a run trains."""
+    base = {n: s for n, s in parameter_shapes(cfg).items() if is_trained(n, lora)}
+    return adapter_shapes(cfg, lora, strict) | base
+
+
+def nf4_bytes(num_elements: int, double: bool) -> int:
+    """Of a matrix in 4 bits with blocks of 64 (models.quantize)."""
+    blocks = -(-num_elements // 64)
+    scales = blocks + 4 * -(-blocks // 256) + 4 if double else 4 * blocks
+    return -(-num_elements // 2) + scales
 
 
 def scaling(lora: LoraConfig) -> float:

@@ -16,6 +16,7 @@ from stepwell.hardware import GIB, available_memory_bytes
 from stepwell.models.activations import seen_outside
 from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.flops import parameter_shapes
+from stepwell.models.lora_shapes import trained_shapes
 from stepwell.parallel.remat import bytes_of_block, segments_of
 from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
 from stepwell.types import ConfigError
@@ -117,13 +118,13 @@ def _rows(run: Run, sizes: AxisSizes) -> int:
 def share_in_8_bits(run: Run, tp: int = 1) -> float:
     """The part of all moments that optim.kind "adamw8bit" keeps in 8 bits: those of large matrices
     whose rows are whole blocks on a tensor rank."""
-    shapes = parameter_shapes(run.model)
+    shapes = trained_shapes(run.model, run.lora, strict=False)
     eight = sum(
         prod(shape)
         for name, shape in shapes.items()
         if is_quantised(shape, local_columns(run, name, shape, tp))
     )
-    return eight / sum(prod(shape) for shape in shapes.values())
+    return eight / max(sum(prod(shape) for shape in shapes.values()), 1)
 
 
 def is_quantised(shape: tuple[int, ...], columns: int) -> bool:
@@ -178,12 +179,16 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
     """Host memory of one rank by key of `offload`: weights, two moments and gradients or copies of
     this rank's share; what the blocks of one micro-batch save (a pipeline has several at once)."""
     found = {}
-    num_parameters = sum(prod(s) for s in parameter_shapes(run.model).values())
     sharded = sizes.dp_shard * sizes.cp if run.layout.zero else 1
-    share = num_parameters * _BYTES[run.precision.param] // (sizes.pp * sharded * sizes.tp)
-    for key in ("optimizer", "parameters"):
-        if getattr(run.offload, key):
-            found[key] = 4 * share
+    ranks = sizes.pp * sharded * sizes.tp
+    trained = sum(prod(s) for s in trained_shapes(run.model, run.lora, strict=False).values())
+    share = trained * _BYTES[run.precision.param] // ranks
+    if run.offload.optimizer:
+        found["optimizer"] = 4 * share
+    if run.offload.parameters:
+        whole = sum(prod(s) for s in parameter_shapes(run.model).values())
+        frozen = whole if run.lora.rank else 0
+        found["parameters"] = 4 * share + frozen * _BYTES[run.precision.compute] // ranks
     if run.offload.activations:
         block = bytes_of_block(run, sizes)
         blocks = -(-run.model.num_layers // sizes.pp)

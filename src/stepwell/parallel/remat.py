@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from stepwell.config import Run
 from stepwell.models.activations import BlockBytes, Keep, Segment, block_bytes, peak, root_bytes
 from stepwell.models.flops import flops_per_token
-from stepwell.parallel.fp8_layers import saved_in_8_bits
+from stepwell.models.lora_shapes import target_shapes
+from stepwell.parallel.fp8_layers import local_shape, saved_in_8_bits
 from stepwell.parallel.remedies import Complaint, only, values_of
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
 from stepwell.sections.layout import PrecisionConfig
@@ -80,7 +81,26 @@ def bytes_of_block(run: Run, sizes: AxisSizes) -> BlockBytes:
     a, w = dtype_bytes(run.precision)
     eight = saved_in_8_bits(run, sizes.tp)
     N, compiled = _tokens(run, sizes), run.layout.compile
-    return block_bytes(run.model, N, a, w, compiled, sizes.tp, eight)
+    block = block_bytes(run.model, N, a, w, compiled, sizes.tp, eight)
+    saved, products = _saved_by_adapters(run, sizes, N, a)
+    return block._replace(all=block.all + saved, products=block.products + products)
+
+
+def _saved_by_adapters(run: Run, sizes: AxisSizes, N: int, a: int) -> tuple[int, int]:
+    """Of a block (the mean) that keeps everything, and of one that keeps its products: x A^T; with
+    a magnitude what it scales, with dropout x as it was dropped and which elements; and, among the
+    products, B's."""
+    lora, saved, products = run.lora, 0, 0
+    for name, shape in target_shapes(run.model, lora, strict=False).items():
+        rows, columns = local_shape(run.model, name, shape, sizes.tp)
+        hidden = a * N * lora.rank
+        saved += hidden + (a * N * rows if lora.dora else 0)
+        if lora.dropout:
+            saved += (a + 1) * N * columns
+            if lora.dora:
+                saved += 2 * a * N * rows
+        products += hidden + a * N * rows * (2 if lora.dora and lora.dropout else 1)
+    return saved // run.model.num_layers, products // run.model.num_layers
 
 
 def _block_and_root(run: Run, sizes: AxisSizes, stop: int) -> tuple[BlockBytes, int]:

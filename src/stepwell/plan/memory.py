@@ -190,10 +190,11 @@ def _blocks(s: Sizes) -> list[int]:
 
 def _resting(s: Sizes) -> tuple[int, int]:
     """Parameters and optimiser state on the device."""
-    offload, total = s.run.offload, s.total
+    offload, trained = s.run.offload, s.trained
     if offload.parameters:
         return 0, 0
-    return s.p * total.shard, 0 if offload.optimizer else total.optimizer_bytes
+    optimizer = 0 if offload.optimizer else trained.optimizer_bytes
+    return s.p * trained.shard + s.frozen_bytes, optimizer
 
 
 def _accumulates(s: Sizes) -> bool:
@@ -210,14 +211,15 @@ def _gradients(s: Sizes, num_blocks: int, root: bool) -> int:
         return 0
     if _accumulates(s):
         if not s.grouped:
-            return s.p * s.total.shard
+            return s.p * s.trained.shard
         if s.axes.pp > 1 or not _reduces_every_micro_batch(s):
-            return s.r * s.total.whole
-        between = s.r * s.total.shard if layout.dp_replicate > 1 else 0
-        return between + (0 if s.run.offload.parameters else s.p * s.total.shard)
+            return s.r * s.trained.whole
+        between = s.r * s.trained.shard if layout.dp_replicate > 1 else 0
+        return between + (0 if s.run.offload.parameters else s.p * s.trained.shard)
     if s.run.offload.parameters:
         return 0
-    return s.p * (num_blocks * s.block.shard + (s.root.shard if root else 0))
+    of_root = s.root.trained.shard if root else 0
+    return s.p * (num_blocks * s.block.trained.shard + of_root)
 
 
 def _reduces_every_micro_batch(s: Sizes) -> bool:
@@ -236,13 +238,13 @@ def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
     if not s.grouped:
         if s.a == s.p:
             return 0
-        return s.a * (casts * s.cast_elements + (s.head if head else 0))
+        return s.a * (casts * s.cast_elements + (s.head if head and not s.run.lora.rank else 0))
     reshards = layout.zero == 3 and layout.reshard_after_forward != "never" and s.axes.pp == 1
     num_blocks = min(in_use, s.num_blocks) if reshards else s.num_blocks
-    copies = s.a * (num_blocks * s.block.whole + s.root.whole)
+    copies = s.a * (num_blocks * s.block.gathered + s.root.gathered)
     if reshards and layout.reshard_after_forward == "node":
         on_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // s.axes.tp)
-        copies += s.a * s.num_blocks * s.block.whole // min(on_node, num_shards(s.run, s.axes))
+        copies += s.a * s.num_blocks * s.block.gathered // min(on_node, num_shards(s.run, s.axes))
     return copies
 
 
@@ -282,7 +284,7 @@ def _loss(s: Sizes) -> MemoryItems:
     return MemoryItems(
         **{
             **before.named(),
-            "gradients": before.gradients + s.p * s.head,
+            "gradients": before.gradients + s.p * _trained_root(s, s.head),
             "workspace": s.loss_backward + extra,
         }
     )
@@ -296,15 +298,18 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     earlier = tuple(x for x in s.segments if x.stop <= segment.start)
     cast_before = sum(x.keep == "all" for x in earlier)
     head = 0 if _accumulates(s) and not run.model.shares_embedding else s.p * s.head
+    head = _trained_root(s, head)
+    trained, largest = s.block.trained, run.model.d_model * run.model.d_ff // s.axes.tp
+    if run.lora.rank:
+        largest = run.lora.rank * max(run.model.d_model, run.model.d_ff // s.axes.tp)
     if run.layout.compile:  # the block's gradients appear together
-        casts = s.p * s.block.whole
+        casts = s.p * trained.whole
     else:
-        casts = s.a + (s.p if _accumulates(s) else 0)
-        casts *= run.model.d_model * run.model.d_ff // s.axes.tp
+        casts = largest * (s.a + (s.p if _accumulates(s) else 0))
     if s.grouped:
-        casts += s.a * s.block.whole + (s.r * s.block.whole if _sharded(s) else 0)
+        casts += s.a * s.block.gathered + (s.r * trained.whole if _sharded(s) else 0)
     if run.optim.release_gradients:
-        casts += s.p * (s.block.shard if s.grouped else run.model.d_model * run.model.d_ff)
+        casts += s.p * (trained.shard if s.grouped else largest)
     in_use = segment.stop - segment.start + run.layout.prefetch_backward
     return MemoryItems(
         parameters=parameters,
@@ -316,6 +321,11 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     )
 
 
+def _trained_root(s: Sizes, elements: int) -> int:
+    """Of the embedding or the head, as far as they are trained."""
+    return 0 if s.run.lora.rank else elements
+
+
 def _sharded(s: Sizes) -> bool:
     return num_shards(s.run, s.axes) > 1
 
@@ -325,7 +335,7 @@ def _embedding(s: Sizes) -> MemoryItems:
     in the first micro-batch, it becomes the parameter's gradient as it is."""
     parameters, optimizer = _resting(s)
     tied = s.run.model.shares_embedding and s.head > 0
-    dense = s.p * s.embedding
+    dense = s.p * _trained_root(s, s.embedding)
     stays = not tied and not _accumulates(s)
     return MemoryItems(
         parameters=parameters,
@@ -341,7 +351,7 @@ def _optimizer(s: Sizes) -> MemoryItems:
     """A fused step needs nothing but the state."""
     parameters, optimizer = _resting(s)
     released = s.run.optim.release_gradients or s.run.offload.parameters
-    gradients = 0 if released else s.p * s.total.shard
+    gradients = 0 if released else s.p * s.trained.shard
     return MemoryItems(parameters=parameters, optimizer=optimizer, gradients=gradients)
 
 

@@ -29,7 +29,8 @@ from stepwell.parallel.fp8_layers import (
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
-from stepwell.plan.shards import Held, held_by_block, held_by_root, parts_of_rank
+from stepwell.plan.adapters import Share, largest_target, share_of_block, share_of_root
+from stepwell.plan.shards import Held, held_by_block, parts_of_rank
 from stepwell.sections.model import ModelConfig
 
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
@@ -51,8 +52,8 @@ class Sizes:
     p: int
     r: int
     num_blocks: int
-    block: Held
-    root: Held
+    block: Share
+    root: Share
     embedding: int
     head: int
     segments: tuple[Segment, ...]
@@ -66,8 +67,12 @@ class Sizes:
     kept_logits: int
 
     @property
-    def total(self) -> Held:
-        return self.root.plus(self.block, self.num_blocks)
+    def trained(self) -> Held:
+        return self.root.trained.plus(self.block.trained, self.num_blocks)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return self.root.frozen_bytes + self.num_blocks * self.block.frozen_bytes
 
     @staticmethod
     def of(run: Run, axes: AxisSizes, pp_rank: int, grouped: bool) -> Sizes:
@@ -103,8 +108,8 @@ class Sizes:
             p=p,
             r=r,
             num_blocks=sum(len(part.blocks) for part in parts),
-            block=held_by_block(run, axes),
-            root=held_by_root(run, axes, parts),
+            block=share_of_block(run, axes),
+            root=share_of_root(run, axes, parts),
             embedding=vocab * cfg.d_model if any(part.first for part in parts) else 0,
             head=_head_elements(cfg, tp) if last else 0,
             segments=segments,
@@ -157,6 +162,8 @@ def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, in
     # a slice widened and its gradient (from logits, log-probabilities and probabilities too); or
     # the head's gradient from one chunk, and widened where it is added up
     head_gradient = vocab * D * (a + (p if a != p and chunk < N else 0))
+    if run.lora.rank:  # the head is frozen
+        head_gradient = 0
     backward = logits + max((2 if keep else 4) * w * piece, head_gradient)
     # forward: a slice widened, and its probabilities
     return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
@@ -165,6 +172,8 @@ def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, in
 def _cast_elements(run: Run, axes: AxisSizes) -> int:
     """Of the matrices of a block (the mean, where blocks differ) that autograd keeps in compute
     dtype without a process group: those in 8 bits save the weight as it was given."""
+    if run.lora.rank:  # frozen matrices are in compute dtype
+        return share_of_block(run, axes).trained.matrices
     shapes = block_linears(run.model)
     eight = sum(prod(shapes[name]) for name in fp8_linears(run, axes.tp))
     return held_by_block(run, axes).matrices - eight // run.model.num_layers // axes.tp
@@ -199,7 +208,9 @@ def _block_workspace(run: Run, N: int, a: int, w: int, tp: int) -> int:
     attention = a * (query + 2 * (query + 2 * keyvalue)) + gathered
     projected = a * (query + 2 * keyvalue) + gathered + projections
     norm = 0 if run.layout.compile else (4 if a < w else 3) * w * N * cfg.d_model // tp
-    return residual + max(swiglu, attention, projected, norm)
+    # A matrix from 4 bits: its levels in float32, then as they are multiplied.
+    restored = (4 + max(a, 2)) * largest_target(run)
+    return residual + restored + max(swiglu, attention, projected, norm)
 
 
 def _head_elements(cfg: ModelConfig, tp: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stepwell.config import Run
-from stepwell.models.lora_shapes import adapter_shapes, is_trained, layer_of, target_shapes
+from stepwell.models.lora_shapes import is_trained, layer_of, target_shapes, trained_shapes
 from stepwell.models.peft import is_peft, load_peft, read_peft_config
 from stepwell.models.quantize import dequantise_nf4, quantise_nf4
 from stepwell.parallel.adapters import copy_full, merged
@@ -248,12 +248,6 @@ def _check_base_of_init(run: Run, fingerprint: str) -> None:
     if not is_peft(init):
         folder = open_adapter(init, "lora.init").folder
         _check_base(folder, checkpoint.read_state(folder)[RECORD], fingerprint)
-
-
-def trained_shapes(cfg: ModelConfig, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint of adapters holds: them, and the score if the model has one."""
-    score = {"score.weight": (cfg.num_labels, cfg.d_model)} if cfg.has_score else {}
-    return adapter_shapes(cfg, lora) | score
 
 
 # --- merged --------------------------------------------------------------------------------------
