@@ -25,6 +25,7 @@ RECIPES = {
     "quickstart-smollm2-grpo": 134_515_008,
     "smollm2-sft": 134_515_008,
     "smollm2-grpo": 134_515_008,
+    "smollm2-dpo": 134_515_008,
     "smollm2-reward": 134_515_008 + 576,
     "llama3-8b-pretrain": 8_030_261_248,
 }

@@ -95,7 +95,7 @@ def test_evaluation_after_training_is_against_the_first_weights(world):
     lines = train("evaluated", **EVAL)
     run, tokenizer = parse("evaluated", **EVAL), Tokenizer.load("tokenizer")
     rows, _ = load_rows(run, tokenizer)
-    batch = rows.batch(rows.heldout, 64, tokenizer.pad_id)
+    batch = rows.batch(rows.heldout, run, tokenizer.pad_id)
     first = Engine(run, initial_weights(run.model), frozen=True)
     last = Engine(run, runs.final_weights(world / "evaluated").items(), frozen=True)
     assert not torch.equal(first.logprobs(batch), last.logprobs(batch))
@@ -247,6 +247,26 @@ def test_the_command_line(world, capsys):
     assert not any(line["dropped"] for line in lines)
     assert lines[0]["ches_normalised"] >= lines[-1]["ches_normalised"]
     capsys.readouterr()
+
+
+LORA = {"lora.rank": 4, "lora.targets": r'["blocks\\.\\d+\\.attn\\.w[qv]"]'}
+
+
+def test_adapters_are_their_own_reference_until_they_are_trained(world):
+    """Left out, they give what was cached before the first step. Another run that starts from the
+    trained ones has these as its reference."""
+    cached = train("adapters", **LORA, **EVAL)
+    left_out = train("adapter-off", **LORA, **EVAL, **{"method.reference": "adapter-off"})
+    for one, other in zip(cached, left_out, strict=True):
+        key = "train/loss" if "train/loss" in one else "eval/loss"
+        assert one[key] == pytest.approx(other[key], abs=2e-6)
+    assert cached[-1]["eval/loss"] < math.log(2) - 1e-3
+    again = train("again", **LORA, **EVAL, **{"lora.init": "adapters"})
+    assert again[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert again[0]["train/logps/chosen"] != pytest.approx(cached[0]["train/logps/chosen"])
+    separate = {"lora.init": "adapters", "method.reference": "separate"}
+    other = train("again-separate", **LORA, **EVAL, **separate)
+    assert other[-1]["eval/loss"] == pytest.approx(again[-1]["eval/loss"], abs=2e-6)
 
 
 # --- likelihood displacement ---------------------------------------------------------------------

@@ -75,7 +75,7 @@ def measured_kl(micro_batch_rows: int) -> float:
     mismatches = step_mismatches(ROWS, [0, 2, 4, 1, 3])
     sums = {m: -12.0 - 3 * m[0] for m in mismatches}
     reference = known_sums(sums, lambda: engine.logprobs)
-    return batch_kl(engine.logprobs, reference, ROWS, mismatches, 16, 0, mesh)
+    return batch_kl(engine.logprobs, reference, ROWS, mismatches, run, 0, mesh)
 
 
 def test_the_term_is_that_of_the_global_batch():

@@ -23,7 +23,7 @@ def sums_of_ranks() -> list[float]:
     run = base_run()
     mesh = init_distributed(run.layout)
     engine = Engine(run, mesh=mesh)
-    return r.score_documents(engine.logprobs, DOCS, 16, 0, mesh).tolist()
+    return r.score_documents(engine.logprobs, DOCS, run, 0, mesh).tolist()
 
 
 def test_sums_are_each_documents_own_over_any_ranks():
@@ -39,11 +39,23 @@ def test_sums_are_each_documents_own_over_any_ranks():
 
 def test_chunks_keep_the_order(monkeypatch):
     engine = Engine(base_run())
-    wanted = r.score_documents(engine.logprobs, DOCS, 16, 0, engine.mesh)
+    wanted = r.score_documents(engine.logprobs, DOCS, engine.run, 0, engine.mesh)
     monkeypatch.setattr(r, "CHUNK_DOCS", 2)
-    found = r.score_documents(engine.logprobs, DOCS, 16, 0, engine.mesh)
+    found = r.score_documents(engine.logprobs, DOCS, engine.run, 0, engine.mesh)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    assert r.score_documents(engine.logprobs, [], 16, 0, engine.mesh).tolist() == []
+    assert r.score_documents(engine.logprobs, [], engine.run, 0, engine.mesh).tolist() == []
+
+
+def test_rows_are_no_longer_than_they_need():
+    run = base_run(**{"data.seq_len": 256, "model.max_seq_len": 256})
+    assert r.row_length([100, 100, 90], run) == 192  # two rows, as of 256
+    assert r.row_length([200, 50], run) == 256
+    assert r.row_length([31], run) == r.row_length([32], run) == 32
+    assert r.row_length([33], run) == 64
+    assert r.row_length([256], run) == 256
+    assert r.row_length([], run) == 256
+    whole = base_run(**{"data.seq_len": 256, "model.max_seq_len": 256, "layout.compile": True})
+    assert r.row_length([31], whole) == 256
 
 
 def test_a_stream_has_its_documents_value_everywhere():

@@ -56,6 +56,8 @@ WRITTEN = (
     "reference",
     "critic",
     "report.html",
+    "reference.safetensors",
+    "ches.jsonl",
     "data.origin.json",
     "heldout.origin.json",
     FAILED_RANK_LOG,

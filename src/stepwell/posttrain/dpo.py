@@ -116,7 +116,7 @@ def _train(
             num_batches += 1
             if session.is_jumped("pairs", num_batches, mine):
                 continue
-            batch = rows.batch(mine, run.data.seq_len, pad_id)
+            batch = rows.batch(mine, run, pad_id)
             batch = with_reference(batch, numbers, rows, reference, session.engine, pad_id)
             info = session.step(batch, loss)
             if info.verdict.action == "rewind":

@@ -10,11 +10,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.data.preference import Labelled, Rendering
 from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.posttrain.references import Score, document_totals, pack_in_order
+from stepwell.posttrain.references import Score, document_totals, pack_in_order, row_length
 from stepwell.types import ConfigError
 
 # (row whose prompt it is, row whose answer it is)
@@ -82,15 +83,16 @@ def batch_kl(
     reference: MismatchSums,
     rows: Sequence[Labelled],
     mismatches: Sequence[Mismatch],
-    seq_len: int,
+    run: Run,
     pad_id: int,
     mesh: Mesh,
 ) -> float:
     """z under the policy's `score`, the same on every rank; each scores its share."""
     share = rank_rows(len(mismatches), mesh.data_rank, mesh.data_world)
     mine = mismatches[share.start : share.stop]
-    docs = [mismatched_document(rows, mismatch, seq_len) for mismatch in mine]
-    batch, places = pack_in_order(docs, seq_len, pad_id)
+    docs = [mismatched_document(rows, mismatch, run.data.seq_len) for mismatch in mine]
+    length = row_length([len(ids) - 1 for ids, _ in docs], run)
+    batch, places = pack_in_order(docs, length, pad_id)
     ratios = document_totals(score(batch), batch) - reference([mine[p] for p in places], batch)
     parts = all_gather_objects(ratios.tolist() if mesh.counts_rows else [], mesh)
     return kl_term(torch.tensor([ratio for part in parts for ratio in part]))

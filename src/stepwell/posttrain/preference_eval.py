@@ -42,7 +42,7 @@ def heldout_metrics(
     method, mesh, numbers = engine.run.method, engine.mesh, rows.heldout
     assert isinstance(method, DPO)
     share = rank_rows(len(numbers), mesh.data_rank, mesh.data_world)
-    batch = rows.batch(numbers[share.start : share.stop], engine.run.data.seq_len, pad_id)
+    batch = rows.batch(numbers[share.start : share.stop], engine.run, pad_id)
     # kto's KL term needs every rank, also one without rows.
     batch = with_reference(batch, numbers, rows, reference, engine, pad_id)
     mine = documents_of(engine.logprobs, reference, batch)

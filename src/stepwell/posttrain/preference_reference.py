@@ -119,7 +119,7 @@ def with_reference(
         reference.mismatches,
         rows.items,
         mismatches,
-        policy.run.data.seq_len,
+        policy.run,
         pad_id,
         policy.mesh,
     )

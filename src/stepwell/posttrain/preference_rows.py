@@ -16,6 +16,7 @@ from stepwell.data.order import permute
 from stepwell.data.pair_packing import pack_labelled, pack_pairs
 from stepwell.data.preference import Rendering, load_labelled, load_pairs
 from stepwell.posttrain.displacement import num_dropped
+from stepwell.posttrain.references import row_length
 from stepwell.sections.methods import DPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError
@@ -48,10 +49,14 @@ class Rows:
         items = [self.items[i] for i in (*kept, *self.heldout)]
         return replace(self, items=items, num_trained=len(kept))
 
-    def batch(self, numbers: Sequence[int], seq_len: int, pad_id: int) -> Batch:
+    def batch(self, numbers: Sequence[int], run: Run, pad_id: int) -> Batch:
+        """The rows of these numbers, packed no longer than they need."""
         items = [self.items[i] for i in numbers]
-        pack = pack_labelled if self.labelled else pack_pairs
-        return pack(items, seq_len, pad_id, index=list(numbers))
+        if self.labelled:
+            length = row_length([len(item.rendering[0]) - 1 for item in items], run)
+            return pack_labelled(items, length, pad_id, index=list(numbers))
+        both = [len(item.chosen[0]) + len(item.rejected[0]) - 2 for item in items]
+        return pack_pairs(items, row_length(both, run), pad_id, index=list(numbers))
 
 
 def load_rows(run: Run, tokenizer: Tokenizer) -> tuple[Rows, dict[str, Any]]:

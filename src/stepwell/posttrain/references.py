@@ -23,7 +23,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
-from stepwell.data.packing import pack_rows
+from stepwell.data.packing import best_fit, pack_rows
 from stepwell.data.preference import Rendering
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.mesh import Mesh, all_gather_objects
@@ -36,6 +36,8 @@ from stepwell.types import CheckpointError, ConfigError
 FILE = "reference.safetensors"
 # Documents that are packed together and scored at a time, for each rank.
 CHUNK_DOCS = 64
+# Rows are shortened to a multiple of this.
+LENGTH_STEP = 32
 Score = Callable[[Batch], Tensor]  # (B, T) log-probabilities
 
 
@@ -51,7 +53,7 @@ class Key(NamedTuple):
 
 
 def score_documents(
-    score: Score, docs: Sequence[Rendering], seq_len: int, pad_id: int, mesh: Mesh
+    score: Score, docs: Sequence[Rendering], run: Run, pad_id: int, mesh: Mesh
 ) -> np.ndarray:
     """float64 (D,): each document's sum of log-probabilities over its trained tokens, in nats.
 
@@ -65,7 +67,8 @@ def score_documents(
         chunk = order[start : start + size]
         share = rank_rows(len(chunk), mesh.data_rank, mesh.data_world)
         mine = chunk[share.start : share.stop]
-        batch, places = pack_in_order([docs[i] for i in mine], seq_len, pad_id)
+        length = row_length([len(docs[i][0]) - 1 for i in mine], run)
+        batch, places = pack_in_order([docs[i] for i in mine], length, pad_id)
         found = document_totals(score(batch), batch)
         parts = [(mine[p], v) for p, v in zip(places, found.tolist(), strict=True)]
         for part in all_gather_objects(parts if mesh.counts_rows else [], mesh):
@@ -74,9 +77,22 @@ def score_documents(
     return sums
 
 
-def pack_in_order(docs: Sequence[Rendering], seq_len: int, pad_id: int) -> tuple[Batch, list[int]]:
+def row_length(lengths: Sequence[int], run: Run) -> int:
+    """The shortest rows (in steps of LENGTH_STEP, at most data.seq_len) that units of these lengths
+    take no more of than of full ones, so that little of a small batch is padding. Full ones where
+    rows are divided among ranks or code is compiled for their shape."""
+    seq_len = run.data.seq_len
+    if run.layout.cp > 1 or run.layout.compile or not lengths:
+        return seq_len
+    num_rows = len(best_fit(lengths, seq_len))
+    least = max(max(lengths), -(-sum(lengths) // num_rows))
+    steps = range(-(-least // LENGTH_STEP) * LENGTH_STEP, seq_len, LENGTH_STEP)
+    return next((n for n in steps if len(best_fit(lengths, n)) <= num_rows), seq_len)
+
+
+def pack_in_order(docs: Sequence[Rendering], length: int, pad_id: int) -> tuple[Batch, list[int]]:
     """Documents packed by best fit, and which one is the batch's first, second, ... document."""
-    batch = pack_rows(docs, seq_len, pad_id, {"index": _numbers(docs)})
+    batch = pack_rows(docs, length, pad_id, {"index": _numbers(docs)})
     index_BT, num_docs = document_index(batch)
     places = torch.zeros(num_docs + 1, dtype=torch.int64)
     places[index_BT.flatten()] = batch.extra["index"].flatten()
@@ -192,7 +208,7 @@ def cached_scores(
                 f"the first weights of {run.dir} are needed to score its pairs again ({path} is "
                 f"gone), but model.init={run.model.init!r} holds others now; give back one of them"
             )
-        sums = score_documents(engine.logprobs, docs, run.data.seq_len, pad_id, mesh)
+        sums = score_documents(engine.logprobs, docs, run, pad_id, mesh)
     on_main(lambda: save_scores(path, key, sums), mesh)
     return sums, weights
 
