@@ -49,7 +49,7 @@ def generation(temperature: str) -> list[Spec]:
 
 
 # What is counted by the second; tokens, if nothing else is said.
-UNITS = {"reward": "pairs"}
+UNITS = {"reward": "pairs", "dpo": "pairs", "dpo-precomputed": "pairs", "kto": "rows"}
 # job -> (target ratio, its workers)
 JOBS = {
     "pretrain": (
@@ -94,6 +94,32 @@ JOBS = {
         [
             *variants(OURS, "", "ours.ppo", BOTH),
             *variants("TRL 1.12", "trl", "peers.trl_ppo", {"eager": ()}),
+        ],
+    ),
+    "dpo": (
+        3.0,
+        [
+            *variants(OURS, "", "ours.dpo", BOTH),
+            *variants("TRL", "trl", "peers.trl_dpo", BOTH),
+        ],
+    ),
+    "dpo-precomputed": (
+        2.0,
+        [
+            *variants(OURS, "", "ours.dpo", BOTH),
+            *variants(
+                "TRL",
+                "trl",
+                "peers.trl_dpo",
+                {"eager": ("--precomputed", "1"), "compiled": ("--precomputed", "1", *COMPILED)},
+            ),
+        ],
+    ),
+    "kto": (
+        3.0,
+        [
+            *variants(OURS, "", "ours.kto", BOTH),
+            *variants("TRL", "trl", "peers.trl_kto", BOTH),
         ],
     ),
     "reward": (

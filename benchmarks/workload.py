@@ -26,7 +26,7 @@ SCRATCH = CACHE / "scratch"
 VOCAB, D_MODEL, LAYERS, HEADS, KV_HEADS, HEAD_DIM, D_FF = 8192, 384, 6, 6, 2, 64, 1024
 SEQ_LEN, ROWS = 512, 8
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, CLIP_NORM = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
-PREFERENCE_LR = 1e-5
+PREFERENCE_LR, PREFERENCE_PAIRS = 1e-5, 64
 PROMPTS, NEW_TOKENS = 16, 128
 PAIRS = 8
 PAD_ID, EOS_ID = 0, 1
@@ -71,6 +71,6 @@ def labelled_rows() -> list[dict[str, Any]]:
     """The pairs as two rows each, as KTO learns from them."""
     return [
         {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
-        for row in json_rows("pairs")
+        for row in json_rows("pairs")[:PREFERENCE_PAIRS]
         for side in ("chosen", "rejected")
     ]
