@@ -18,6 +18,7 @@ from stepwell.posttrain.reward_model import open_scorer
 from stepwell.posttrain.reward_rows import pack, rows_of_step
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
+from stepwell.train.guard_events import replay_command
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks
@@ -353,3 +354,13 @@ def test_adapters_are_trained_together_with_the_score(world):
     rejected = scorer.score([row.rejected[0] for row in rows])
     found = (chosen > rejected).float().mean().item()
     assert found == pytest.approx(last["eval/accuracy"], abs=1e-6)
+
+
+def test_its_steps_are_not_offered_for_a_replay(world, capsys):
+    train("no_replay", **{"train.steps": 2})
+    assert main(["replay", "no_replay", "--step", "1"]) == 2
+    assert "is a reward run, whose batches cannot be made again" in capsys.readouterr().err
+    run = run_of("no_replay")
+    assert replay_command(run, 1, [0]) is None
+    sft = Run.parse({"method": {"kind": "sft"}}, {"dir": "x"})
+    assert replay_command(sft, 1, [0]) == "stepwell replay x --step 1"

@@ -184,6 +184,11 @@ def load_run(folder: Path) -> Run:
             "judged while it ran, and what a verifier said need not come again; samples.jsonl "
             "holds them with their rewards. pretrain and sft runs can be replayed"
         )
+    if run.method.kind not in ("pretrain", "sft"):
+        raise ConfigError(
+            f"{folder} is a {run.method.kind} run, whose batches cannot be made again; pretrain "
+            "and sft runs can be replayed"
+        )
     return run
 
 

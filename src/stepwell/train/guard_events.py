@@ -23,7 +23,8 @@ Event = Mapping[str, Any]
 def replay_command(run: Run, step: int, checkpoints: Sequence[int]) -> str | None:
     """What shows the step again; None where it cannot be replayed."""
     from_first = run.checkpoint.branch_from is None and step <= run.checkpoint.every_steps
-    if run.method.kind == "grpo" or not (from_first or any(found < step for found in checkpoints)):
+    replayable = run.method.kind in ("pretrain", "sft")
+    if not replayable or not (from_first or any(found < step for found in checkpoints)):
         return None
     return f"stepwell replay {run.dir} --step {step}"
 
