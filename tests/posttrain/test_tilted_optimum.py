@@ -55,7 +55,7 @@ def test_exact_policy_gradient():
 
 
 def trained_by_ppo(
-    method: PPO, coef: float = BETA, num_rollouts: int = 250
+    method: PPO, coef: float = BETA, num_rollouts: int = 150
 ) -> tuple[float, float]:
     """The first answer's probability and the critic's value at the end."""
     logits = table()
@@ -97,7 +97,7 @@ def trained_by_ppo(
 def test_ppo_with_the_leash_in_the_reward(updates):
     """k1, clipped steps, a critic that learns: its value is the best one's, beta log Z."""
     method = PPO(whiten=False, updates_per_rollout=updates, importance_cap=0.0)
-    chance, value = trained_by_ppo(method, num_rollouts=250)
+    chance, value = trained_by_ppo(method, num_rollouts=150)
     assert chance == pytest.approx(OPTIMUM, abs=1e-5)
     best = BETA * math.log(0.5 * sum(math.exp(r / BETA) for r in REWARDS))
     assert value == pytest.approx(best, abs=1e-4)
@@ -119,12 +119,12 @@ def test_other_estimators_in_the_loss_lead_elsewhere():
     assert trained_by_ppo(k3)[0] == pytest.approx(forward, abs=1e-5)
     assert abs(forward - OPTIMUM) > 0.05
     k1 = PPO(whiten=False, kl_in="loss", kl_estimator="k1", importance_cap=0.0)
-    assert trained_by_ppo(k1, num_rollouts=250)[0] > 0.98
+    assert trained_by_ppo(k1, num_rollouts=150)[0] > 0.98
 
 
 def test_without_a_leash_the_best_answer_takes_all():
     free = PPO(whiten=False, kl_coef=0.0, importance_cap=0.0)
-    assert trained_by_ppo(free, coef=0.0, num_rollouts=250)[0] > 0.98
+    assert trained_by_ppo(free, coef=0.0, num_rollouts=150)[0] > 0.98
 
 
 def test_dpo_on_infinite_bradley_terry_data():
