@@ -173,7 +173,7 @@ def stream(
     rows: list[_Row | None] = [None] * slots.cache.num_slots
     done: list[Completion] = []
     num_ids = tokenizer.vocab_size if tokenizer else None
-    num_steps = 0
+    num_steps, any_fed = 0, any(r.sampled for r in requests)
     while waiting or any(rows):
         chosen = _enter(weights, slots, rows, waiting, sampling, prefixes, sharers)
         if not chosen:
@@ -184,13 +184,14 @@ def stream(
             num_steps += 1
             chosen = _step(weights, slots, rows)
         tokens, logprobs = _sample_slots(slots, sampling, _num_used(slots, rows), chosen, num_ids)
-        _feed(slots, rows, chosen, tokens, logprobs)
+        if any_fed:
+            _feed(slots, rows, chosen, tokens, logprobs)
         for slot in chosen:
             row = rows[slot]
             assert row is not None
             row.tokens.append(tokens[slot])
             row.logprobs.append(logprobs[slot])
-            ended = None if row.is_fed else _ended(row, sampling, tokenizer)
+            ended = None if any_fed and row.is_fed else _ended(row, sampling, tokenizer)
             if ended is not None:
                 done.append(_complete(row, *ended, policy_version))
                 rows[slot] = None

@@ -215,8 +215,11 @@ def scored(
     """Groups of episodes with their verdicts. Those that an environment failed are not scored."""
     owners = [prompt for prompt in prompts for _ in range(group_size)]
     whole = [i for i, episode in enumerate(episodes) if episode.failure is None]
-    found = [] if not whole else rewards.score([owners[i] for i in whole], [episodes[i].completion for i in whole])
-    known = dict(zip(whole, found, strict=True))
+    known: dict[int, Verdict] = {}
+    if whole:
+        completions = [episodes[i].completion for i in whole]
+        found = rewards.score([owners[i] for i in whole], completions)
+        known = dict(zip(whole, found, strict=True))
     verdicts = [e.verdict(known.get(i, Verdict(None))) for i, e in enumerate(episodes)]
     cuts = range(0, len(owners), group_size)
     return Rollouts(

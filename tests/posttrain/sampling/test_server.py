@@ -262,3 +262,15 @@ def test_collecting_from_a_server(served):
     got = collect(sampler(served), prompts, 2, Sampling(max_new_tokens=4), rewards, tokenizer)
     assert [len(c.token_ids) for c in got.groups[0].completions] == [4, 4]
     assert None not in got.groups[0].rewards
+
+
+def test_settings_that_exclude_each_other(world):
+    def run(**more: Any) -> Run:
+        method = {f"method.{key}": value for key, value in more.items()}
+        return Run.parse({}, runs.settings("grpo", "x", **{"method.kind": "grpo", **method}))
+
+    run(server="http://there", server_weights="served")
+    with pytest.raises(ConfigError, match="there is no method.server"):
+        run(server_weights="served")
+    with pytest.raises(ConfigError, match="nearest legal value is 0"):
+        run(server="http://there", server_weights="served", max_staleness=1)
