@@ -128,8 +128,9 @@ def along_each_axis():
     """Axis -> two trajectories, without and with everything moved that is saved; bytes moved."""
     found = {}
     for axis, settings in AXES.items():
-        run = base_run(**MODEL, **settings)
-        moving = base_run(**MODEL, **settings, **ACTIVATIONS)
+        shape = {**MODEL, **settings, "train.micro_batch_rows": 4}
+        run = base_run(**shape)
+        moving = base_run(**shape, **ACTIVATIONS)
         engine = Engine(moving, mesh=init_distributed(run.layout))
         offload = engine.activation_offload
         assert offload is not None

@@ -19,7 +19,12 @@ from tests.oracle import LENGTH, assert_same, base_run, documents, global_batch,
 from tests.parallel.ranks import run_jobs, run_ranks
 
 TOLERANCE = 1e-9
-SIZES = {"model.vocab_size": 64, "model.d_ff": 28, "optim.clip_norm": 0.05}
+SIZES = {
+    "model.vocab_size": 64,
+    "model.d_ff": 28,
+    "optim.clip_norm": 0.05,
+    "train.micro_batch_rows": 4,
+}
 QWEN2 = {"model.family": "qwen2", "model.qkv_bias": True}
 QWEN3 = {"model.family": "qwen3", "model.qk_norm": True, "model.tied": False}
 SMOOTH = {"loss.label_smoothing": 0.1}
