@@ -64,6 +64,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.verbs:quality_filter",
         ),
         Command(
+            "pairs",
+            "preference pairs or right answers, out of a model's own scored samples",
+            "stepwell.commands.pairs:main",
+        ),
+        Command(
             "train-quality-classifier",
             "a classifier that tells good texts from bad ones, measured on held-out texts",
             "stepwell.commands.quality_classifier:main",
