@@ -97,15 +97,15 @@ def test_the_base_in_4_bits_computes_with_its_restored_weight(dora):
 def test_merged_weights_compute_the_same(dora):
     made = layer(dora)
     x = random(N, D, seed=5)
-    factors = made.lora_a.weight, made.lora_b.weight, S, made.lora_magnitude
-    whole = merged_weight(made.weight, *factors)
+    a, b = made.lora_a.weight, made.lora_b.weight
+    whole = merged_weight(made.weight, a, b, S, made.lora_magnitude)
     assert torch.allclose(F.linear(x, whole, made.bias), made(x), rtol=1e-11, atol=1e-12)
 
 
 def test_merging_is_in_the_widest_precision():
     narrow = [random(4, 4, seed=s).bfloat16() for s in range(3)]
     wide = [x.double() for x in narrow]
-    merged = merged_weight(*narrow, 1.0)
+    merged = merged_weight(narrow[0], narrow[1], narrow[2], 1.0)
     assert merged.dtype == torch.float32
     assert torch.allclose(merged.double(), wide[0] + wide[2] @ wide[1], atol=1e-6)
 

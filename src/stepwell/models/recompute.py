@@ -2,8 +2,9 @@
 
 Non-reentrant (torch.utils.checkpoint): the part runs a second time when the backward pass first
 asks for something that it saved, and stops as soon as all of that is there, so the last product of
-a part is never computed twice. Nothing in a block is random (there is no dropout), so the state of
-random generators is not kept. Which blocks do what is decided in `parallel/remat.py`.
+a part is never computed twice. Nothing in a block is drawn in order (the dropout of adapters is a
+function of keys), so the state of random generators is not kept. Which blocks do what is decided in
+`parallel/remat.py`.
 """
 
 from __future__ import annotations
