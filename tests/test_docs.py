@@ -11,7 +11,16 @@ from stepwell.cli import COMMANDS
 from stepwell.commands.training import default_text, shipped_recipes, type_text
 from stepwell.config import Run
 from stepwell.schema import dotted_keys
-from stepwell.sections.methods import GRPO, SFT, Pretrain
+from stepwell.sections.methods import (
+    DPO,
+    GRPO,
+    PPO,
+    SFT,
+    OnlineDPO,
+    Pretrain,
+    RewardModel,
+    SampledMethod,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,8 +40,14 @@ def rows_of_config_page() -> list[tuple[str, str, str]]:
 
 def rows_of_code() -> list[tuple[str, str, str]]:
     keys = [(k, f) for k, f in dotted_keys(Run) if not k.startswith("method.")]
-    for method in (Pretrain, SFT, GRPO):
+    for method in (Pretrain, SFT, DPO, RewardModel):
         keys += list(dotted_keys(method, "method."))
+    shared = list(dotted_keys(SampledMethod, "method."))
+    keys += shared
+    for method in (GRPO, PPO, OnlineDPO):  # what they do not have in common
+        known = [(key, str(f.annotation), f.default) for key, f in shared]
+        own = dotted_keys(method, "method.")
+        keys += [(k, f) for k, f in own if (k, str(f.annotation), f.default) not in known]
     return [(key, type_text(f.annotation), default_text(f.default)) for key, f in keys]
 
 

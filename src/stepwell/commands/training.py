@@ -335,7 +335,7 @@ def default_text(value: Any) -> str:
         return str(value).lower()
     if value in ((), {}):
         return "[]" if value == () else "{}"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) or (isinstance(value, str) and not value.isprintable()):
         return json.dumps(value)
     return str(value)
 

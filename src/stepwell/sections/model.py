@@ -120,7 +120,7 @@ class LoraConfig(Section):
     rank: NonNegative = 0
     alpha: Above0 = 16.0
     dropout: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.0
-    targets: tuple[str, ...] = (r"blocks\.\d+\.(attn\.w[qkvo]|mlp\.w_(gate|up|down))",)
+    targets: tuple[str, ...] = (r"blocks\.\d+\.attn\.w[qkvo]", r"blocks\.\d+\.mlp\.w_\w+")
     dora: Flag = False
     rslora: Flag = False
     quantize: Literal["none", "nf4"] = "none"
