@@ -50,6 +50,8 @@ def engine_of(family="llama", /, **more):
         **FAMILIES[family],
         **more,
     }
+    if values["model.head"] == "score":  # an objective with any number of labels
+        values.setdefault("method.objective", "classification")
     return Engine(Run.parse({}, values))
 
 

@@ -324,7 +324,7 @@ def _rename_specials(folder: Path, tokens: Mapping[str, str]) -> None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = folder / name
         if tokens and path.is_file():
-            _write_json(path, _read_json(path) | tokens)
+            _write_json(path, _read_json(path) | dict(tokens))
 
 
 def _write_weights(
