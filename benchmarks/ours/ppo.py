@@ -25,14 +25,15 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import Completion
 
-ANSWERS, NEW_TOKENS, PACKED_ROWS = 32, 64, 8
+ANSWERS, NEW_TOKENS = 32, 64
+SEQ_LEN = 96  # an answer a row: nothing is padded
 
 
 class ByModel:
     """The reward is a model's score at the last token."""
 
     def __init__(self, engine: Engine):
-        self.scorer = Scorer([Member("", engine)], w.SEQ_LEN, "mean", 1.0)
+        self.scorer = Scorer([Member("", engine)], SEQ_LEN, "mean", 1.0)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
         docs = [[*c.prompt_ids, *c.token_ids] for c in completions]
@@ -45,8 +46,9 @@ def ppo_run(compiled: bool, dtype: str) -> Run:
         "method.prompts_per_step": ANSWERS,
         "method.max_new_tokens": NEW_TOKENS,
         "optim.lr": 1e-5,
+        "data.seq_len": SEQ_LEN,
     }
-    plain = build_run(compiled, PACKED_ROWS, dtype)
+    plain = build_run(compiled, ANSWERS, dtype)
     return Run.parse(plain.model_dump(exclude={"method"}, exclude_unset=True), method)
 
 

@@ -230,7 +230,8 @@ def test_several_passes_see_every_answer_each_time():
 def test_temperature_is_of_log_probabilities_never_of_values():
     found = {}
     for temperature in (1.0, 0.5):
-        run = ppo_run(**{"method.temperature": temperature, "method.critic": "shared"})
+        keys = {"method.critic": "shared", "method.updates_per_rollout": 2}
+        run = ppo_run(**keys, **{"method.temperature": temperature})
         engine = Engine(run)
         found[temperature] = ask(some_answers(), engine, None, None, 0)
     for one, other in zip(found[1.0], found[0.5], strict=True):
@@ -270,6 +271,22 @@ def test_bounds_and_importance_weights_of_the_loss(cap):
     got, wanted = (torch.autograd.grad(x, now)[0] for x in (found.sums["tokens"], total))
     assert (got - wanted).abs().max() < 1e-5
     assert found.metrics["clipped_share"][0].item() == binds > 0
+
+
+def test_a_single_step_on_fresh_samples_takes_the_samplers_word():
+    for keys, is_asked in (
+        ({}, False),
+        ({"method.minibatches": 2}, True),
+        ({"method.updates_per_rollout": 2}, True),
+        ({"method.max_staleness": 1}, True),
+    ):
+        run = ppo_run(**{"method.critic": "shared", **keys})
+        found = ask(some_answers(), Engine(run), None, None, 0)
+        differs = [
+            not np.array_equal(a.streams["old_logprobs"], a.streams["sampler_logprobs"])
+            for a in found
+        ]
+        assert all(differs) if is_asked else not any(differs), keys
 
 
 # --- a rollout's arithmetic ----------------------------------------------------------------------

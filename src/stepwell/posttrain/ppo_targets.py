@@ -44,12 +44,24 @@ def ask(
     them, and never to values.
     """
     run, mesh = policy.run, policy.mesh
-    found = scored(answers, OLD, policy, run, pad_id, mesh)
+    method = run.method
+    assert isinstance(method, PPO)
+    found = [a.adding(**{OLD: a.streams[SAMPLER]}) for a in answers]
+    if needs_old_logprobs(method):
+        found = scored(answers, OLD, policy, run, pad_id, mesh)
     if reference is None:
         found = [a.adding(**{REFERENCE: a.streams[OLD]}) for a in found]
     else:
         found = scored(found, REFERENCE, reference, run, pad_id, mesh)
     return valued(found, critic or policy, run.data.seq_len, pad_id)
+
+
+def needs_old_logprobs(method: PPO) -> bool:
+    """Whether the trainer's own are asked for. With a single step on fresh samples the step's are
+    the current ones, and the divergence in the reward takes the sampler's, which differ from them
+    by rounding (`sampler/mean_abs`): that saves a pass."""
+    steps = method.updates_per_rollout * method.minibatches
+    return steps > 1 or method.max_staleness > 0 or method.server is not None
 
 
 def valued(answers: Sequence[Answer], critic: Engine, seq_len: int, pad_id: int) -> list[Answer]:
