@@ -1,4 +1,6 @@
 """The table of layouts that must not change the numbers: every axis alone, and combinations.
+Quick is each axis and each pair of axes once; of what the tests in tests/parallel hold to the same,
+the rest is slow.
 
 `MODEL` divides where an axis needs it and is odd elsewhere. `python -m tests.layouts` prints it.
 """
@@ -78,6 +80,7 @@ def _layout(text: str, num_ranks: int, kind: str = "tied", quick: bool = True, *
         key, value = word.split("=")
         key = SHORT.get(key, key)
         values[f"layout.{key}"] = int(value) if value.isdigit() else value
+    values["train.micro_batch_rows"] = 2
     values |= {key.replace("__", "."): value for key, value in settings.items()}
     return Layout(f"{text or 'one process'}, {kind}", num_ranks, values, kind, quick)
 
@@ -85,44 +88,44 @@ def _layout(text: str, num_ranks: int, kind: str = "tied", quick: bool = True, *
 LAYOUTS = [
     _layout("", 1, train__micro_batch_rows=8),
     # ZeRO
-    _layout("zero=0", 2, "untied"),
+    _layout("zero=0", 2, "untied", quick=False),
     _layout("zero=1", 2, "qwen3"),
-    _layout("zero=2", 2, train__micro_batch_rows=2),
-    _layout("zero=3 reduce=step", 2, "qwen2"),
-    _layout("zero=3 reshard=never", 3, train__micro_batch_rows=2),
+    _layout("zero=2", 2, train__micro_batch_rows=1),
+    _layout("zero=3 reduce=step", 2, "qwen2", quick=False),
+    _layout("zero=3 reshard=never", 3, quick=False),
     _layout("zero=3", 3, "mistral"),
-    _layout("zero=2", 3, "untied"),
-    _layout("zero=0", 4),
-    _layout("zero=1 replicate=2", 4, "untied"),
-    _layout("zero=2 replicate=2", 4, "qwen3"),
-    _layout("zero=3 replicate=2", 4, train__micro_batch_rows=2),
-    _layout("zero=3 reshard=node", 4, "qwen2"),
-    _layout("zero=3 prefetch_forward=2 prefetch_backward=3", 4, "mistral"),
+    _layout("zero=2", 3, "untied", quick=False),
+    _layout("zero=0", 4, quick=False),
+    _layout("zero=1 replicate=2", 4, "untied", quick=False),
+    _layout("zero=2 replicate=2", 4, "qwen3", quick=False),
+    _layout("zero=3 replicate=2", 4),
+    _layout("zero=3 reshard=node", 4, "qwen2", quick=False),
+    _layout("zero=3 prefetch_forward=2 prefetch_backward=3", 4, "mistral", quick=False),
     # tensor
     _layout("tp=2", 2, "untied"),
-    _layout("tp=2", 2, "qwen3", train__micro_batch_rows=8),
-    _layout("tp=4", 4, "qwen2"),
+    _layout("tp=2", 2, "qwen3", train__micro_batch_rows=8, quick=False),
+    _layout("tp=4", 4, "qwen2", quick=False),
     _layout("tp=2 zero=3", 4),
-    _layout("tp=2 zero=1", 4, "mistral", train__micro_batch_rows=2),
+    _layout("tp=2 zero=1", 4, "mistral"),
     _layout("tp=2 zero=3", 6, "untied", quick=False),
     _layout("tp=2 replicate=2 zero=2", 8, "qwen3", quick=False),
     _layout("tp=4 zero=3 reshard=never", 8, quick=False),
     # context
     _layout("cp=2", 2, "mistral"),
     _layout("cp=2 method=ulysses", 2, "qwen2"),
-    _layout("cp=4", 4, "untied", train__micro_batch_rows=2),
+    _layout("cp=4", 4, "untied"),
     _layout("cp=2 method=ulysses zero=1", 4, "qwen3"),
-    _layout("cp=2 tp=2", 4),
+    _layout("cp=2 tp=2", 4, quick=False),
     _layout("cp=2 tp=2 method=ulysses", 4, "qwen2", quick=False),
     _layout("cp=2 zero=3", 6, "mistral", quick=False),
     # pipeline
-    _layout("pp=2 schedule=gpipe", 2),
-    _layout("pp=2 schedule=1f1b reshard=never", 2, "untied"),
+    _layout("pp=2 schedule=gpipe", 2, quick=False),
+    _layout("pp=2 schedule=1f1b reshard=never", 2, "untied", quick=False),
     _layout("pp=2 schedule=interleaved-1f1b stages=2", 2, "qwen3"),
     _layout("pp=2 schedule=zbv stages=2 reshard=never", 2),
-    _layout("pp=2 schedule=dualpipev stages=2 reshard=never", 2, "qwen2"),
-    _layout("pp=4", 4, train__micro_batch_rows=2),
-    _layout("pp=2 zero=1", 4, "mistral"),
+    _layout("pp=2 schedule=dualpipev stages=2 reshard=never", 2, "qwen2", quick=False),
+    _layout("pp=4", 4),
+    _layout("pp=2 zero=1", 4, "mistral", quick=False),
     _layout("pp=2 tp=2", 4, "qwen3"),
     _layout("pp=2 cp=2", 4, "mistral"),
     _layout("pp=2 replicate=2 schedule=zbv stages=2 reshard=never", 4, "untied", quick=False),
@@ -136,27 +139,27 @@ LAYOUTS = [
     _layout("cp=2 tp=2 replicate=2", 8, "qwen3", quick=False),
     _layout("pp=2 cp=2 method=ulysses schedule=interleaved-1f1b stages=2", 8, quick=False),
     # memory
-    _layout("tp=2", 2, "tied", remat__mode="full"),
-    _layout("zero=3", 2, "untied", remat__mode="selective"),
+    _layout("tp=2", 2, "tied", remat__mode="full", quick=False),
+    _layout("zero=3", 2, "untied", remat__mode="selective", quick=False),
     _layout("zero=3", 2, "qwen2", remat__mode="sqrt"),
-    _layout("pp=2 zero=1", 4, "untied", remat__mode="every"),
+    _layout("pp=2 zero=1", 4, "untied", remat__mode="every", quick=False),
     _layout("zero=3", 2, "mistral", offload__optimizer=True),
-    _layout("zero=3", 2, "qwen3", offload__parameters=True),
+    _layout("zero=3", 2, "qwen3", offload__parameters=True, quick=False),
     _layout("tp=2 zero=2", 4, "untied", offload__activations=True),
     # adapters
-    _layout("zero=3", 2, "lora", train__micro_batch_rows=2),
-    _layout("tp=2", 2, "lora", remat__mode="selective"),
+    _layout("zero=3", 2, "lora"),
+    _layout("tp=2", 2, "lora", remat__mode="selective", quick=False),
     _layout("tp=2", 2, "dora"),
-    _layout("tp=4", 4, "dora", remat__mode="full"),
+    _layout("tp=4", 4, "dora", remat__mode="full", quick=False),
     _layout("zero=1", 3, "dora"),
     _layout("cp=2", 2, "lora"),
-    _layout("cp=2 tp=2", 4, "dora", train__micro_batch_rows=2),
+    _layout("cp=2 tp=2", 4, "dora"),
     _layout("pp=2", 2, "lora"),
     _layout("pp=2 zero=3", 4, "qlora", remat__mode="full"),
-    _layout("zero=2 replicate=2", 4, "qlora", train__micro_batch_rows=2),
+    _layout("zero=2 replicate=2", 4, "qlora", quick=False),
     _layout("pp=2 schedule=zbv stages=2 reshard=never", 2, "dora"),
     _layout("pp=2 schedule=zbv stages=2 reshard=never", 2, "qlora"),
-    _layout("zero=3", 2, "lora", offload__optimizer=True),
+    _layout("zero=3", 2, "lora", offload__optimizer=True, quick=False),
     _layout("zero=3", 2, "qlora", offload__parameters=True),
     _layout("pp=2 tp=2", 4, "dora", quick=False),
     _layout("tp=2 zero=3", 8, "lora", quick=False),

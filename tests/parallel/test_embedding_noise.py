@@ -11,7 +11,7 @@ from tests.oracle import assert_same, base_run, global_batch, take_step
 from tests.parallel.ranks import run_ranks
 from tests.train.test_layouts import batch, share
 
-NOISE = {"method.kind": "sft", "method.neftune_alpha": 5.0}
+NOISE = {"method.kind": "sft", "method.neftune_alpha": 5.0, "train.micro_batch_rows": 4}
 
 
 def run_of(**values):

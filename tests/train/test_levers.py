@@ -11,8 +11,9 @@ AXES = {
     "tensor": {"layout.tp": 2},
     "context": {"layout.cp": 2},
     "replicas": {"layout.dp_replicate": 2},
-    "pipeline": {"layout.pp": 2, "train.micro_batch_rows": 2},
+    "pipeline": {"layout.pp": 2},
 }
+ROWS = {"train.micro_batch_rows": 4}
 ALONE = {"train.micro_batch_rows": 8, "optim.clip_norm": 0.0, "guard.action": "none"}
 # (what is set on both sides, the lever, axes that it is refused on)
 LEVERS = {
@@ -31,7 +32,7 @@ LEVERS = {
 def test_a_lever_changes_nothing(axis):
     levers = {name: lever for name, lever in LEVERS.items() if axis not in lever[2]}
     pairs = [
-        base_run(**{**MODEL, **AXES[axis], **both, **extra})
+        base_run(**{**MODEL, **ROWS, **AXES[axis], **both, **extra})
         for both, lever, _ in levers.values()
         for extra in ({}, lever)
     ]

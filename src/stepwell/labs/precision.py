@@ -58,7 +58,7 @@ def measure(small: bool = False) -> dict[str, Any]:
     """`runs[name]`: the loss of each tenth of the run in nats, of its last tenth, and the shadow
     check's difference at the second step. `bad_batch[guard]`: losses (None: NaN) and the steps that
     were skipped."""
-    num_steps, guard_steps = (160, 20) if small else (400, 80)
+    num_steps, guard_steps = (100, 20) if small else (400, 80)
     names = IN_SMALL if small else tuple(SETTINGS)
     return {
         "num_steps": num_steps,
