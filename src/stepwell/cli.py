@@ -64,6 +64,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.verbs:quality_filter",
         ),
         Command(
+            "problems",
+            "problems with known answers, to train, to sample and to measure on",
+            "stepwell.commands.problems:main",
+        ),
+        Command(
             "pairs",
             "preference pairs or right answers, out of a model's own scored samples",
             "stepwell.commands.pairs:main",
@@ -110,6 +115,11 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "dpo",
             "learning from pairs of answers: DPO, IPO, KTO, SimPO and their relatives",
             "stepwell.commands.training:dpo",
+        ),
+        Command(
+            "online-dpo",
+            "learning from pairs of the model's own answers, sampled and scored as it trains",
+            "stepwell.commands.training:online_dpo",
         ),
         Command(
             "reward",

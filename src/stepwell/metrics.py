@@ -224,13 +224,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_lines(path: Path, last_step: int | None) -> None:
-    """Drops a half last line and, unless last_step is None, the lines of later steps."""
+def cut_lines(path: Path, last_step: int | None, key: str = "step") -> None:
+    """Drops a half last line and, unless last_step is None, the lines of later steps (or of a
+    higher `key`)."""
     if not path.exists():
         return
     keep = _whole_lines(path)
     if last_step is not None:
-        steps = [row.get("step", 0) for row in read_lines(path)]
+        steps = [row.get(key, 0) for row in read_lines(path)]
         keep = [line for line, step in zip(keep, steps, strict=True) if step <= last_step]
     content = b"".join(line + b"\n" for line in keep)
     if len(content) != path.stat().st_size:

@@ -15,6 +15,7 @@ from stepwell.models.transformer import TokenOutputs
 from stepwell.posttrain.answers import Answer, packed
 from stepwell.posttrain.critic import value_sums
 from stepwell.posttrain.kl import kl_estimate
+from stepwell.posttrain.pairing import NoPair, best_and_worst
 from stepwell.posttrain.ppo_loss import policy_sums
 from stepwell.posttrain.ppo_targets import with_targets
 from stepwell.posttrain.preference_losses import PairLogps, pair_losses
@@ -54,9 +55,7 @@ def test_exact_policy_gradient():
     assert first(logits) == pytest.approx(OPTIMUM, abs=1e-6)
 
 
-def trained_by_ppo(
-    method: PPO, coef: float = BETA, num_rollouts: int = 150
-) -> tuple[float, float]:
+def trained_by_ppo(method: PPO, coef: float = BETA, num_rollouts: int = 150) -> tuple[float, float]:
     """The first answer's probability and the critic's value at the end."""
     logits = table()
     value = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -160,3 +159,56 @@ def test_the_expected_gradients_of_the_estimators():
         found = gradient((now.detach().exp() * kl_estimate(now, reference, kind)).sum())
         assert found == pytest.approx(want.tolist(), abs=1e-12), kind
     assert (reverse - forward).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_online_dpo_with_a_bradley_terry_labeller(group_size):
+    """Groups come as often as the policy says them, and the labeller prefers the first of two
+    different answers with chance sigmoid(r0 - r1): `best_and_worst` then pairs the two, and ties
+    (equal answers) give none. Expectations are sums over groups and labels."""
+    logits, config = table(), PreferenceLoss(kind="dpo", beta=BETA)
+    often = 1 / (1 + math.exp(REWARDS[1] - REWARDS[0]))
+    one = torch.ones(1, dtype=torch.float64)
+    half = PairLogps(one * math.log(0.5), one * math.log(0.5))
+    groups = [(0,) * n + (1,) * (group_size - n) for n in range(group_size + 1)]
+    for _ in range(40):
+        logprobs = logits.log_softmax(-1)
+        chances = logprobs.detach().exp()
+        total, count = torch.zeros((), dtype=torch.float64), 0.0
+        for group in groups:
+            n = group.count(0)
+            weight = math.comb(group_size, n) * math.prod(chances[i].item() for i in group)
+            for label, chance in ((0, often), (1, 1 - often)):
+                found = best_and_worst([float(answer == label) for answer in group])
+                if isinstance(found, NoPair):
+                    continue
+                policy = PairLogps(*(logprobs[group[i]].unsqueeze(0) for i in found))
+                losses = pair_losses(config, policy, half, PairLogps(one, one))
+                total = total + weight * chance * losses.sum()
+                count += weight * chance
+        descend([logits], total / count, 5.0)
+    assert first(logits) == pytest.approx(OPTIMUM, abs=1e-6)
+
+
+def test_iterative_dpo_walks_beyond_the_optimum():
+    """Each time the reference becomes the policy, the tilt is applied once more: after n rounds
+    logit(pi) = n (r0 - r1) / beta."""
+    reference, config = (
+        torch.tensor([0.5, 0.5], dtype=torch.float64).log(),
+        PreferenceLoss(beta=2.0),
+    )
+    often = 1 / (1 + math.exp(REWARDS[1] - REWARDS[0]))
+    one = torch.ones(1, dtype=torch.float64)
+    for round_number in (1, 2, 3):
+        logits = reference.clone().requires_grad_()
+        held = [one * value for value in reference]
+        for _ in range(100):
+            a, b = logits.log_softmax(-1).unsqueeze(1).unbind()
+            ways = [
+                pair_losses(config, PairLogps(x, y), PairLogps(p, q), PairLogps(one, one)).sum()
+                for x, y, p, q in ((a, b, *held), (b, a, *reversed(held)))
+            ]
+            descend([logits], often * ways[0] + (1 - often) * ways[1], 0.5)
+        reference = logits.detach().log_softmax(-1)
+        gap = (reference[0] - reference[1]).item()
+        assert gap == pytest.approx(round_number * 1.0 / 2.0, abs=1e-6)

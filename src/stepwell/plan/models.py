@@ -78,9 +78,9 @@ def reference_place(run: Run) -> str | None:
     method = run.method
     if isinstance(method, GRPO | PPO):
         return method.reference if method.kl_coef else None
-    if isinstance(method, OnlineDPO):
-        return method.reference
-    return method.reference if isinstance(method, DPO) and method.loss.needs_reference else None
+    if isinstance(method, DPO | OnlineDPO):
+        return method.reference if method.loss.needs_reference else None
+    return None
 
 
 def _trained(run: Run, axes: AxisSizes) -> ModelBytes:

@@ -17,6 +17,7 @@ from stepwell.models.lora import LoraLinear
 from stepwell.parallel.mesh import Mesh
 from stepwell.plan.models import ModelBytes
 from stepwell.posttrain.critic import critic_run
+from stepwell.posttrain.references import with_adapters
 from stepwell.posttrain.rewards import Rewards, reward_terms
 from stepwell.sections.methods import GRPO, PPO, OnlineDPO, RewardTerm, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
@@ -47,6 +48,13 @@ class Parked:
         finally:
             self._release()
 
+    def load_weights(self, weights: Weights) -> None:
+        """As `Engine.load_weights`."""
+        with self.used() as engine:
+            engine.load_weights(weights)
+            for name, storage in _storages(engine).items():
+                self._host[name].copy_(storage)
+
     def _release(self) -> None:
         for storage in _storages(self.engine).values():
             storage.resize_(0)
@@ -57,7 +65,7 @@ class Parked:
 
 
 class Reference:
-    """The policy's first weights, frozen, wherever they are."""
+    """The policy's first weights (or later ones: `become`), frozen, wherever they are."""
 
     def __init__(self, policy: Engine, engine: Engine | None = None, parked: Parked | None = None):
         self.policy, self.engine, self.parked = policy, engine, parked
@@ -70,6 +78,22 @@ class Reference:
         if self.engine is not None:
             return self.engine.logprobs(batch, temperature)
         return self.policy.reference_logprobs(batch, temperature)
+
+    def become(self, weights: Weights) -> None:
+        """Takes these full weights in the place of its own. Every rank must call it together."""
+        holder = self.parked or self.engine
+        assert holder is not None, "the policy without its adapters has no weights of its own"
+        holder.load_weights(weights)
+
+    @contextmanager
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """Its parameters on this rank by their global names."""
+        if self.parked is not None:
+            with self.parked.used() as engine:
+                yield dict(engine.named_parameters())
+        else:
+            assert self.engine is not None
+            yield dict(self.engine.named_parameters())
 
 
 def open_reference(
@@ -86,7 +110,8 @@ def open_reference(
     if method.reference == "adapter-off":
         return Reference(policy)
     alone = reference_run(run)
-    engine = Engine(alone, weights or first_weights(alone), mesh, frozen=True)
+    first = with_adapters(alone, weights or first_weights(alone), mesh)
+    engine = Engine(alone, first, mesh, frozen=True)
     if method.reference == "host":
         return Reference(policy, parked=Parked(engine))
     return Reference(policy, engine)

@@ -233,7 +233,18 @@ def first_engine(
             "model.init is not set; start the run from a checkpoint, a Hugging Face folder or a "
             ".gguf file"
         )
-    return Engine(run, found, mesh, frozen=True)
+    return Engine(run, with_adapters(run, found, mesh), mesh, frozen=True)
+
+
+def with_adapters(
+    run: Run, weights: Iterable[tuple[str, Tensor]] | None, mesh: Mesh
+) -> Iterable[tuple[str, Tensor]] | None:
+    """The weights of the policy that starts from these, for an engine without adapters: with those
+    of `lora.init`, and a base in 4 bits rounded as the policy's is. Every rank must run through
+    them together."""
+    if run.lora.init is None and run.lora.quantize == "none":
+        return weights
+    return Engine(run, weights, mesh).iter_state()
 
 
 def check_adapter_off(run: Run) -> None:

@@ -483,15 +483,49 @@ class PPO(SampledMethod):
 
 
 class OnlineDPO(SampledMethod):
-    """DPO on pairs of the policy's own samples (2402.04792): each step samples, scores, pairs the
-    best with the worst answer of a group, and trains. refresh_every: steps after which the
-    reference becomes the policy of that moment (0: never)."""
+    """Preference losses on pairs of the policy's own samples (2402.04792): each step samples,
+    scores, pairs the best with the worst answer of a group, and trains.
+
+    loss: any of pairs, so not kto. refresh_every: steps after which the reference becomes the
+    policy of that moment (0: never), as iterative DPO has it (2404.19733). displacement,
+    displacement_window: as in dpo, counted anew after a refresh. max_empty: rollouts in a row
+    without a pair, after which the run ends. reference: as in ppo.
+    """
 
     kind: Literal["online-dpo"] = "online-dpo"
     group_size: Annotated[int, Field(strict=True, ge=2)] = 4
     loss: PreferenceLoss = PreferenceLoss()
     reference: Literal["separate", "adapter-off", "host"] = "separate"
     refresh_every: NonNegative = 0
+    displacement: Literal["warn", "stop", "ignore"] = "warn"
+    displacement_window: Annotated[int, Field(strict=True, ge=4)] = 20
+    max_empty: Positive = 10
+
+    @model_validator(mode="after")
+    def _rules(self) -> OnlineDPO:
+        kind = self.loss.kind
+        if kind == "kto":
+            raise ValueError(
+                "method.loss.kind='kto' learns from labelled answers, and online-dpo makes pairs; "
+                "the nearest legal value is 'dpo'"
+            )
+        if not self.loss.needs_reference and self.reference != "separate":
+            raise ValueError(
+                f"method.reference={self.reference!r} changes nothing in kind {kind!r}, which "
+                "compares with no reference; leave it at 'separate' (there is none)"
+            )
+        if not self.loss.needs_reference and self.refresh_every:
+            raise ValueError(
+                f"method.refresh_every={self.refresh_every} renews a reference, and kind {kind!r} "
+                "has none; the nearest legal value is 0"
+            )
+        if self.refresh_every and self.reference == "adapter-off":
+            raise ValueError(
+                f"method.refresh_every={self.refresh_every} does not go with "
+                "method.reference='adapter-off': the policy without its adapters stays what it "
+                "is; set method.reference='separate' or 'host', or method.refresh_every=0"
+            )
+        return self
 
 
 Method = Annotated[

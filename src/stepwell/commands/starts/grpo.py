@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell.commands.starts.inputs import tokenizer_of
-from stepwell.commands.starts.prompts import prompts_of, report_drops
+from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_drops
 from stepwell.config import Run
 from stepwell.posttrain.grpo import check_grpo, grpo
 from stepwell.posttrain.placement import reference_warnings
@@ -16,7 +16,8 @@ def check(run: Run) -> list[str]:
     tokenizer = tokenizer_of(run)
     prompts, _ = prompts_of(run, tokenizer)
     check_grpo(run, prompts, tokenizer)
-    return reference_warnings(run) if method.kl_coef else []
+    found = check_rewards(run, prompts, tokenizer)
+    return [*found, *(reference_warnings(run) if method.kl_coef else [])]
 
 
 def start(run: Run) -> int:

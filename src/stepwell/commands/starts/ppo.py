@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepwell.commands.starts.inputs import tokenizer_of
-from stepwell.commands.starts.prompts import prompts_of, report_drops
+from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_drops
 from stepwell.config import Run
 from stepwell.posttrain.placement import reference_warnings
 from stepwell.posttrain.ppo import check_ppo, ppo
@@ -13,7 +13,7 @@ def check(run: Run) -> list[str]:
     tokenizer = tokenizer_of(run)
     prompts, _ = prompts_of(run, tokenizer)
     check_ppo(run, prompts, tokenizer)
-    return reference_warnings(run)
+    return [*check_rewards(run, prompts, tokenizer), *reference_warnings(run)]
 
 
 def start(run: Run) -> int:

@@ -6,13 +6,14 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from stepwell.commands.inputs import counted
 from stepwell.commands.starts.inputs import require_data
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt
 from stepwell.eval.items import load_prompts
-from stepwell.sections.methods import SampledMethod
+from stepwell.sections.methods import OnlineDPO, SampledMethod
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError
 
@@ -27,6 +28,25 @@ def report_drops(run: Run, dropped: Mapping[str, int]) -> None:
         )
 
 
+def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[str]:
+    """Opens the rewards that need no model and tries them as a start would, before any engine is
+    built; what a user should know of them. Raises ConfigError for a source that cannot be opened,
+    or that junk satisfies, and DataError for prompts without a column that one requires."""
+    from stepwell.posttrain.reward_self_test import self_test
+    from stepwell.posttrain.rewards import open_rewards, reward_terms
+
+    method = run.method
+    assert isinstance(method, SampledMethod)
+    terms = [t for t in reward_terms(method) if t.source.partition(":")[0] != "model"]
+    if not terms:
+        return []
+    with closing(open_rewards(method.model_copy(update={"rewards": tuple(terms)}))) as rewards:
+        rewards.check_columns(prompts)
+        if not method.self_test:
+            return rewards.warnings
+        return self_test(rewards, prompts, tokenizer, method.max_new_tokens)
+
+
 def prompts_of(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, int]]:
     """The prompts of `data.path` that can be used, and how many of the others, by reason."""
     found, broken = load_prompts(require_data(run, "prompts"), tokenizer)
@@ -38,19 +58,24 @@ def prompts_of(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, 
 
 
 def short_prompts(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Those that leave room for an answer. Raises DataError if there are none."""
-    method = run.method
+    """Those that leave room for an answer (online-dpo: for two in a row). Raises DataError if there
+    are none."""
+    method, seq_len = run.method, run.data.seq_len
     assert isinstance(method, SampledMethod)
-    longest = min(run.data.seq_len, run.model.max_seq_len) - method.max_new_tokens
+    pairs = isinstance(method, OnlineDPO)
+    # A document of n tokens takes n - 1 places.
+    room = min(seq_len // 2 + 1 if pairs else seq_len, run.model.max_seq_len)
+    longest = room - method.max_new_tokens
     short = [prompt for prompt in prompts if len(prompt.ids) <= longest]
     if not short:
         least = min(len(prompt.ids) for prompt in prompts)
-        most = max(len(prompt.ids) for prompt in prompts)
+        most = max(len(prompt.ids) for prompt in prompts) + method.max_new_tokens
+        whole = 2 * (most - 1) if pairs else most
+        share = f"half of data.seq_len={seq_len}" if pairs else f"data.seq_len={seq_len}"
         raise DataError(
             f"all {counted(len(prompts), 'prompt')} of {run.data.path} are too long: the shortest "
-            f"has {counted(least, 'token')}, but data.seq_len={run.data.seq_len} less "
-            f"method.max_new_tokens={method.max_new_tokens} leaves {longest}; raise data.seq_len "
-            f"to {most + method.max_new_tokens}, which takes all of them, or lower "
-            "method.max_new_tokens"
+            f"has {counted(least, 'token')}, but {share} less method.max_new_tokens="
+            f"{method.max_new_tokens} leaves {longest}; raise data.seq_len to {whole}, which takes "
+            "all of them, or lower method.max_new_tokens"
         )
     return short
