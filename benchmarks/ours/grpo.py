@@ -22,7 +22,8 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import Completion
 
-PROMPTS, GROUP, NEW_TOKENS, PACKED_ROWS = 4, 8, 64, 7
+PROMPTS, GROUP, NEW_TOKENS = 4, 8, 64
+PACKED_ROWS, ROW_LEN = 4, 760  # eight answers a row leave no padding
 
 
 class DistinctWords:
@@ -36,6 +37,7 @@ def grpo_run(compiled: bool, dtype: str) -> Run:
         "method.prompts_per_step": PROMPTS,
         "method.group_size": GROUP,
         "method.max_new_tokens": NEW_TOKENS,
+        "data.seq_len": ROW_LEN,
         "optim.lr": 1e-5,
     }
     plain = build_run(compiled, PACKED_ROWS, dtype)
