@@ -12,7 +12,7 @@ import torch
 from stepwell.cli import main
 from stepwell.commands.replay import outcome
 from stepwell.config import Run
-from stepwell.diagnose.replay import replay
+from stepwell.diagnose.replay import load_run, replay
 from stepwell.metrics import read_lines
 from stepwell.train.checkpoint import step_folder
 from stepwell.train.engine import Engine
@@ -220,10 +220,6 @@ def test_refusals(world, tmp_path):
         CheckpointError, match=r"before it; the legal steps are 1 to 3 from.*after 8 "
     ):
         replay("pruned", 8)
-    grpo = settings("grpo", "rl", **{"train.steps": 1})
-    assert main(words("grpo", grpo)) == 0
-    with pytest.raises(ConfigError, match=r"rl is a grpo run.*samples\.jsonl"):
-        replay("rl", 1)
     copy = _copy("pre", tmp_path)
     text = (copy / "run.toml").read_text().replace('path = "store"', 'path = "gone"')
     (copy / "run.toml").write_text(text)
@@ -246,3 +242,26 @@ def test_a_run_of_several_ranks_asks_for_as_many(world, capsys):
     assert "give --nproc 4" in err
     assert main([*command, "--nproc", "3"]) == 2
     assert "layout.pp=2 must divide the number of ranks, 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("grpo", "sampled and judged while it ran.*samples.jsonl"),
+        ("ppo", "sampled and judged while it ran.*samples.jsonl"),
+        ("online-dpo", "sampled and judged while it ran.*samples.jsonl"),
+        ("dpo", "what a reference said of each answer.*sample_ids"),
+        ("reward", "scores at the end of answers.*sample_ids"),
+        ("sft", None),
+        ("pretrain", None),
+    ],
+)
+def test_which_methods_can_be_replayed(kind, reason, tmp_path):
+    """By the recipe alone, before anything else of the run is read."""
+    run = Run.parse({"method": {"kind": kind}}, {"dir": str(tmp_path)})
+    run.save(tmp_path / "run.toml")
+    if reason is None:
+        assert load_run(tmp_path).method.kind == kind
+    else:
+        with pytest.raises(ConfigError, match=f"is a {kind} run: .*{reason}.*can be replayed"):
+            load_run(tmp_path)

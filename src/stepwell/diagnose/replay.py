@@ -174,22 +174,37 @@ class Check:
 
 
 def load_run(folder: Path) -> Run:
-    """The run of a folder. Raises ConfigError for a method that cannot be replayed."""
+    """The run of a folder. Raises ConfigError for a method that cannot be replayed (`why_not`)."""
     if not (folder / RECIPE).is_file():
         raise DataError(f"{folder} has no {RECIPE}: give a run's folder")
     run = Run.load(folder / RECIPE)
-    if isinstance(run.method, SampledMethod):
+    why = why_not(run)
+    if why is not None:
         raise ConfigError(
-            f"{folder} is a {run.method.kind} run: its batches are answers that were sampled and "
-            "judged while it ran, and what a verifier said need not come again; samples.jsonl "
-            "holds them with their rewards. pretrain and sft runs can be replayed"
-        )
-    if run.method.kind not in ("pretrain", "sft"):
-        raise ConfigError(
-            f"{folder} is a {run.method.kind} run, whose batches cannot be made again; pretrain "
-            "and sft runs can be replayed"
+            f"{folder} is a {run.method.kind} run: {why}. pretrain and sft runs can be replayed"
         )
     return run
+
+
+def why_not(run: Run) -> str | None:
+    """Why a run of this method cannot be replayed; None if it can."""
+    rows = "events.jsonl numbers a refused step's rows among the usable ones (sample_ids)"
+    if isinstance(run.method, SampledMethod):
+        return (
+            "its batches are answers that were sampled and judged while it ran, and what a verifier "
+            "said need not come again; samples.jsonl holds them with their rewards"
+        )
+    if run.method.kind == "dpo":
+        return (
+            "its loss compares with what a reference said of each answer, and replay has the "
+            f"policy's checkpoints only; {rows}"
+        )
+    if run.method.kind == "reward":
+        return (
+            "its loss is on scores at the end of answers, and replay knows the loss of the next "
+            f"token only; {rows}"
+        )
+    return None
 
 
 def check_step(folder: Path, step: int, logged: Mapping[int, Any]) -> None:
