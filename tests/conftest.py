@@ -1,4 +1,7 @@
-"""Property tests take the same examples every time, and no machine is too slow for them."""
+"""Property tests take the same examples every time, and no machine is too slow for them. Tests that
+press Ctrl-C work also in the background of a script, where a shell has it ignored."""
+
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -6,3 +9,5 @@ settings.register_profile(
     "stepwell", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("stepwell")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -210,7 +210,7 @@ def _until_ended(ranks: LocalRanks, requests: Requests) -> None:
         if requests.at_once and not at_once:
             at_once, deadline = True, now + AT_ONCE_S
             ranks.send(signal.SIGTERM)
-        elif requests.first is not None and passed_on is None:
+        elif requests.first is not None and passed_on is None and not at_once:
             passed_on, deadline = requests.first, now + GRACE_S
             ranks.send(passed_on if passed_on in SIGNALS else signal.SIGTERM)
         elif ranks.failed and deadline is None:
