@@ -239,7 +239,8 @@ def test_a_second_signal_ends_at_once_and_says_what_is_saved(tmp_path):
 
 HEARS_NOTHING = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
 open(sys.argv[1], "w").write("begun")
 time.sleep(60)
 """
