@@ -8,10 +8,13 @@ import pytest
 from tests import runs
 
 from stepwell.cli import main
+from stepwell.config import Run
 from stepwell.data.preference import load_pairs
 from stepwell.data.sft_data import render_row
 from stepwell.eval.items import load_prompts
 from stepwell.tokenizer import Tokenizer
+from stepwell.train.engine import Engine
+from stepwell.train.weights import TOKENIZER
 
 DIGIT = "regex:[5-9]"
 SHORT = ("--max-new-tokens", "12", "--dtype", "fp32", "--keep-cut", "--seed", "3")
@@ -68,6 +71,19 @@ def test_right_answers_are_those_that_sft_reads(world, capsys):
         assert any(digit in row["completion"] for digit in "56789")
         ids, mask = render_row(tokenizer, row)
         assert 0 < sum(mask) < len(ids)
+
+
+def test_a_reward_model_prefers(world):
+    """Scores are numbers of any size; the larger is chosen, and almost nothing ties."""
+    keys = {**runs.MODEL, "model.head": "score", "method.kind": "reward", "train.seed": 5}
+    known = {TOKENIZER: Tokenizer.load("tokenizer").fingerprint}
+    Engine(Run.parse({}, keys)).save("rm", known).wait()
+    wanted = ("--num", "2", "--limit", "6", "--out", "judged.jsonl")
+    assert pairs("--rewards", "model:rm", *wanted, *SHORT) == 0
+    rows = lines("judged.jsonl")
+    assert len(rows) >= 4
+    for row in rows:
+        assert row["score_chosen"] - row["score_rejected"] == row["margin"] > 0
 
 
 @pytest.mark.parametrize(

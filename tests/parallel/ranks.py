@@ -17,6 +17,7 @@ PRELOAD = (
     *ranks.PRELOAD,
     "pytest",
     "stepwell.posttrain.grpo",
+    "stepwell.posttrain.online_dpo",
     "stepwell.posttrain.reward",
     "stepwell.posttrain.sft",
 )

@@ -138,7 +138,8 @@ def open_tested(
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     most = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens
-    run = Run.parse({}, {"data.seq_len": most, "precision.compute": options.dtype})
+    values = {"data.seq_len": most, "model.max_seq_len": most, "precision.compute": options.dtype}
+    run = Run.parse({}, values)  # of which reward models read the length of a row
     term = RewardTerm(name="reward", source=options.rewards)
     method = GRPO(rewards=(term,), reward_timeout_s=options.timeout_s)
     rewards = open_rewards(method, tokenizer, Mesh(1, 0, 0, device), run)
@@ -210,7 +211,7 @@ def summary_text(summary: Mapping[str, Any], options: Pairs) -> str:
         lines.append(f"prompts without: {listed(summary['prompts_without'])}")
     if summary["dropped_prompts"]:
         lines.append(f"prompts dropped: {listed(summary['dropped_prompts'])}")
-    unused = f"; not to be used: {listed(summary['unused_answers'])}"
+    unused = f"; set aside: {listed(summary['unused_answers'])}"
     lines.append(
         f"{counted(summary['answers'], 'answer')}, mean score {summary['mean_score']:.3f}, "
         f"{100 * summary['right']:.1f} % right{unused if summary['unused_answers'] else ''}"

@@ -191,8 +191,8 @@ def why_not(run: Run) -> str | None:
     rows = "events.jsonl numbers a refused step's rows among the usable ones (sample_ids)"
     if isinstance(run.method, SampledMethod):
         return (
-            "its batches are answers that were sampled and judged while it ran, and what a verifier "
-            "said need not come again; samples.jsonl holds them with their rewards"
+            "its batches are answers that were sampled and judged while it ran, and what a "
+            "verifier said need not come again; samples.jsonl holds them with their rewards"
         )
     if run.method.kind == "dpo":
         return (
