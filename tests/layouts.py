@@ -80,7 +80,7 @@ def _layout(text: str, num_ranks: int, kind: str = "tied", quick: bool = True, *
         key, value = word.split("=")
         key = SHORT.get(key, key)
         values[f"layout.{key}"] = int(value) if value.isdigit() else value
-    values["train.micro_batch_rows"] = 2
+    values["train.micro_batch_rows"] = 2 if quick else 1
     values |= {key.replace("__", "."): value for key, value in settings.items()}
     return Layout(f"{text or 'one process'}, {kind}", num_ranks, values, kind, quick)
 
