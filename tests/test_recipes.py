@@ -27,12 +27,16 @@ RECIPES = {
     "smollm2-grpo": 134_515_008,
     "smollm2-dpo": 134_515_008,
     "smollm2-reward": 134_515_008 + 576,
+    "smollm2-sft-lora": 134_515_008,
+    "smollm2-dpo-lora": 134_515_008,
+    "smollm2-grpo-lora": 134_515_008,
     "llama3-8b-pretrain": 8_030_261_248,
 }
 
 
 def recipe(name: str) -> Run:
-    return load_run(name.rpartition("-")[2], Arguments(recipe=name))
+    method = name.removesuffix("-lora").rpartition("-")[2]
+    return load_run(method, Arguments(recipe=name))
 
 
 def test_every_recipe_is_in_the_table():
@@ -74,6 +78,16 @@ def test_the_stages_of_the_quickstart_share_a_model():
     for other in others:
         assert other.init is not None
         assert other.model_copy(update={"init": None}) == first
+
+
+def test_the_stages_of_smollm2_follow_each_other():
+    sft, dpo, grpo = (recipe(f"smollm2-{stage}-lora") for stage in ("sft", "dpo", "grpo"))
+    assert (dpo.model.init, grpo.model.init) == (sft.dir, dpo.dir)
+    for run in (sft, dpo, grpo):
+        assert run.lora.rank == 16
+        assert run.precision.compute == "bf16"
+        assert run.model.model_copy(update={"init": None}) == preset("smollm2-135m")
+        assert predict_memory(run).peak_bytes < 4e9
 
 
 def test_published_dimensions():
