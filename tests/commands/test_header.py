@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from math import prod
 
 import pytest
 
@@ -12,6 +13,7 @@ from stepwell.commands.header import header_text, parts_text, plan_of, size_text
 from stepwell.commands.ranks import Ranks
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
+from stepwell.models.lora_shapes import adapter_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.plan.memory import predict_memory
 
@@ -103,6 +105,31 @@ def test_the_share_of_moments_in_8_bits_is_told():
 def test_a_grpo_run_counts_answers():
     run = Run.parse({"method": {"kind": "grpo", "prompts_per_step": 4, "group_size": 3}})
     assert "4 prompts x 3 answers = 12 answers of at most 64 tokens" in header_text(run)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ({"kind": "dpo", "pairs_per_step": 8}, "10 steps of 8 pairs = 80; rows of 512 tokens"),
+        ({"kind": "dpo", "loss": {"kind": "kto"}}, "10 steps of 16 labelled answers = 160"),
+        (
+            {"kind": "reward", "epochs": 2.0},
+            "16 pairs = 160, or 2 passes over the data",
+        ),
+        ({"kind": "reward", "objective": "process"}, "10 steps of 16 rows = 160"),
+    ],
+)
+def test_a_run_on_judged_answers_counts_what_it_takes(method, told):
+    assert told in header_text(Run.parse({"method": method}, {"train.steps": 10}))
+
+
+def test_a_run_with_adapters_says_what_it_trains():
+    run = Run.parse({}, {"lora.rank": 4, "lora.quantize": "nf4"})
+    shapes = adapter_shapes(run.model, run.lora)
+    trained = sum(prod(shape) for shape in shapes.values())
+    text = f"{trained:,} trained, in adapters of rank 4 over a base in nf4"
+    assert text in header_text(run)
+    assert "trained" not in header_text(Run())
 
 
 def test_sizes():

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from stepwell.commands.ranks import Ranks, layout_text
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
+from stepwell.models.lora_shapes import trained_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
 from stepwell.plan.memory import MemoryLedger, predict_memory
 from stepwell.plan.models import ModelBytes, predict_models
 from stepwell.plan.shards import num_shards
-from stepwell.sections.methods import SampledMethod
+from stepwell.sections.methods import DPO, RewardModel, SampledMethod
 from stepwell.train.curriculum import low_rate_warnings, shares_of
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -26,8 +28,8 @@ def header_text(run: Run, ranks: Ranks | None = None) -> str:
     ranks = ranks or Ranks()
     ledger = predict_memory(run, ranks.world, ranks.grouped)
     lines = [
-        f"{run.name}: {count_parameters(run.model).total:,} parameters ({run.model.family}), "
-        f"{run.precision.compute}, {run.optim.kind}",
+        f"{run.name}: {count_parameters(run.model).total:,} parameters ({run.model.family}"
+        f"{trained_text(run)}), {run.precision.compute}, {run.optim.kind}",
         f"  {work_text(run)}",
     ]
     if ranks.grouped:
@@ -55,6 +57,7 @@ def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
         "name": run.name,
         "method": run.method.kind,
         "parameters": count_parameters(run.model).total,
+        "trained": sum(prod(s) for s in trained_shapes(run.model, run.lora).values()),
         "steps": run.train.steps,
         "compute": run.precision.compute,
         "optimizer": run.optim.kind,
@@ -87,11 +90,38 @@ def work_text(run: Run) -> str:
             f"{steps:,} steps, {method.prompts_per_step} prompts x {method.group_size} answers = "
             f"{answers:,} answers of at most {method.max_new_tokens} tokens a rollout"
         )
+    if isinstance(method, DPO):
+        what = "labelled answers" if method.loss.kind == "kto" else "pairs"
+        return units_text(run, method.pairs_per_step, what)
+    if isinstance(method, RewardModel):
+        what = "pairs" if method.objective == "bradley-terry" else "rows"
+        return units_text(run, method.rows_per_step, what)
     tokens = run.train.global_batch_rows * run.data.seq_len
     most = "at most " if method.kind == "sft" else ""
     return (
         f"{steps:,} steps of {most}{tokens:,} tokens ({run.train.global_batch_rows} rows of "
         f"{run.data.seq_len}) = {steps * tokens:,} tokens"
+    )
+
+
+def trained_text(run: Run) -> str:
+    """What of the model a run with adapters trains."""
+    if run.lora.rank == 0:
+        return ""
+    trained = sum(prod(shape) for shape in trained_shapes(run.model, run.lora).values())
+    base = f" over a base in {run.lora.quantize}" if run.lora.quantize != "none" else ""
+    return f"; {trained:,} trained, in adapters of rank {run.lora.rank}{base}"
+
+
+def units_text(run: Run, a_step: int, what: str) -> str:
+    """Of a method whose steps count pairs or rows, which are packed into rows of data.seq_len."""
+    method, steps = run.method, run.train.steps
+    bound = ""
+    if isinstance(method, DPO | RewardModel) and method.epochs is not None:
+        bound = f", or {method.epochs:g} passes over the data"
+    return (
+        f"{steps:,} steps of {a_step} {what} = {steps * a_step:,}{bound}; rows of "
+        f"{run.data.seq_len} tokens"
     )
 
 
