@@ -10,13 +10,14 @@ import torch
 from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.packing import pack_rows
+from stepwell.data.shared_prompts import whole_lengths
 from stepwell.launch import stopping
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import count_parameters
 from stepwell.train.folder import differing_keys, flat_keys
 from stepwell.train.losses import cross_entropy
 from stepwell.train.session import open_session
-from stepwell.train.step_flops import document_lengths, step_flops
+from stepwell.train.step_flops import step_flops
 from stepwell.types import ConfigError, Interrupted
 from tests.oracle import LENGTH, base_run, global_batch
 from tests.parallel.ranks import run_ranks
@@ -195,14 +196,16 @@ def test_flat_keys():
 
 
 def test_flops_of_a_step_count_documents_and_not_padding():
-    """By hand: attention within each document, the head where there is a loss, backward twice."""
+    """By hand: attention within each document, the head and what follows the last attention where
+    there is a loss, backward twice."""
     docs = [([1] * 11, [0] * 6 + [1] * 5), ([2] * 4, [0, 1, 1, 1])]
     run = base_run()
     batch = pack_rows(docs, LENGTH, rows=[[0, 1], []])
-    assert document_lengths(batch) == [10, 3]
+    assert whole_lengths(batch) == [10, 3]
     assert batch.num_rows == 2
     counts, model = count_parameters(run.model), run.model
-    body = 13 * 2 * (counts.attention + counts.mlp)
+    after = 2 * model.d_model * (model.num_heads * model.head_dim + 3 * model.d_ff)
+    body = 13 * 2 * (counts.attention + counts.mlp) - (13 - 8) * after
     pairs = (10**2 + 3**2) / 2
     attention = model.num_layers * 4 * model.num_heads * model.head_dim * pairs
     head = 8 * 2 * model.vocab_size * model.d_model
@@ -256,11 +259,14 @@ def test_hfu_adds_the_blocks_that_are_computed_twice(tmp_path):
         peak = session.peak_flops_per_s
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     extra = (line["speed/hfu"] - line["speed/mfu"]) * line["time/step_s"] * peak
-    model, lengths = run.model, document_lengths(batch)
+    model, lengths = run.model, whole_lengths(batch)
     width, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     products = 2 * model.d_model * (2 * width + 2 * keys + 2 * model.d_ff)
     pairs = sum(n * n for n in lengths) / 2
     wanted = model.num_layers * (products * sum(lengths) + 4 * width * pairs)
+    # After the last attention only the tokens with a loss go on.
+    after = 2 * model.d_model * (width + 2 * model.d_ff)
+    wanted -= after * (sum(lengths) - line["train/loss_tokens"])
     assert extra == pytest.approx(wanted, rel=1e-6)
 
 

@@ -68,15 +68,19 @@ def pack_rows(
     extra: Mapping[str, Sequence[Any]] | None = None,
     rows: Sequence[Sequence[int]] | None = None,
     sample_ids: Sequence[int] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> Batch:
     """A batch of the documents (ids, mask), mask 1 (or a weight) for each token that is trained.
 
     extra: for each stream, one array a document with a value for each of its tokens; the value
     lands where that token is the *target*. rows: which documents share a row (default: best fit).
+    shared: how many of each document's first tokens it has in common with the last document
+    before it in its row for which that is 0, and leaves out (`data.shared_prompts`).
     Unused places have pad_id, weight 0 and docs -1. A document of fewer than two tokens has
     nothing to predict and is refused, as is one that does not fit (DataError).
     """
-    lengths = np.array([len(ids) - 1 for ids, _ in docs], dtype=np.int64)
+    skips = np.zeros(len(docs), np.int64) if shared is None else np.asarray(shared, np.int64)
+    lengths = np.array([len(ids) - 1 for ids, _ in docs], dtype=np.int64) - skips
     if len(lengths) and lengths.min() < 1:
         raise DataError(f"document {int(lengths.argmin())} has fewer than 2 tokens")
     if rows is None:
@@ -91,19 +95,20 @@ def pack_rows(
             out[places] = np.concatenate(parts)
         return torch.from_numpy(out.reshape(shape))
 
-    ordered = [docs[i] for i in order]
+    ordered = [(docs[i], int(skips[i])) for i in order]
     kept = lengths[order]
+    positions = [np.arange(skip, skip + n) for (_, skip), n in zip(ordered, kept, strict=True)]
     numbers = np.concatenate([np.arange(len(row)) for row in rows]) if len(rows) else kept
     return Batch(
-        tokens_BT=scatter([np.asarray(ids)[:-1] for ids, _ in ordered], np.int64, pad_id),
-        targets_BT=scatter([np.asarray(ids)[1:] for ids, _ in ordered], np.int64, pad_id),
-        weights_BT=scatter([np.asarray(mask)[1:] for _, mask in ordered], np.float32, 0),
-        positions_BT=scatter([np.arange(n) for n in kept], np.int64, 0),
+        tokens_BT=scatter([np.asarray(d[0])[k:-1] for d, k in ordered], np.int64, pad_id),
+        targets_BT=scatter([np.asarray(d[0])[k + 1 :] for d, k in ordered], np.int64, pad_id),
+        weights_BT=scatter([np.asarray(d[1])[k + 1 :] for d, k in ordered], np.float32, 0),
+        positions_BT=scatter(positions, np.int64, 0),
         docs_BT=scatter([np.repeat(numbers, kept)] if len(kept) else [], np.int32, -1),
         sample_ids=tuple(sample_ids) if sample_ids is not None else tuple(range(len(rows))),
         extra={
             name: scatter(
-                [_aligned(name, values[i], int(lengths[i]) + 1)[1:] for i in order],
+                [_aligned(name, values[i], len(docs[i][0]))[skips[i] + 1 :] for i in order],
                 _dtype(values),
                 0,
             )

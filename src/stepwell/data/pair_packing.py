@@ -16,6 +16,7 @@ import torch
 from stepwell.data.batch import Batch
 from stepwell.data.judged import Labelled, Pair, Rendering, Stepwise
 from stepwell.data.packing import best_fit, pack_rows
+from stepwell.data.shared_prompts import shared_length
 from stepwell.types import DataError
 
 Read = Literal["answers", "last"]
@@ -28,17 +29,32 @@ def pack_pairs(
     streams: Mapping[str, Any] | None = None,
     index: Sequence[int] | None = None,
     read: Read = "answers",
+    shared: bool = False,
 ) -> Batch:
     """Rows in which pair k of a row is documents 2k (chosen) and 2k + 1 (rejected), by best fit.
 
     read: weight 1 on the answers' tokens, or on the last token of each document alone (for scores).
     streams: for each name a value a pair (P,), or (P, 2) for chosen and rejected; constant over
     the documents, in Batch.extra with the dtype given. index: the pairs' numbers (default: their
-    order), in Batch.extra["index"]; a row's sample id is its first pair's.
+    order), in Batch.extra["index"]; a row's sample id is its first pair's. shared: what both
+    documents of a pair begin with, without a weight, is there once (`data.shared_prompts`).
     Raises DataError for a pair that does not fit, and streams of another length.
     """
     docs = [_read_at(d, read, pad_id) for pair in pairs for d in (pair.chosen, pair.rejected)]
-    return _pack(docs, 2, seq_len, pad_id, streams, index)
+    skips = _common(docs) if shared else None
+    return _pack(docs, 2, seq_len, pad_id, streams, index, shared=skips)
+
+
+def num_places(pair: Pair, read: Read = "answers", shared: bool = False) -> int:
+    """What `pack_pairs` needs for a pair."""
+    docs = [_read_at(document, read, 0) for document in (pair.chosen, pair.rejected)]
+    return sum(len(ids) - 1 for ids, _ in docs) - (sum(_common(docs)) if shared else 0)
+
+
+def _common(docs: Sequence[Rendering]) -> list[int]:
+    """Of each of the documents, two a pair, what it shares with the one before it in the pair."""
+    pairs = zip(docs[::2], docs[1::2], strict=True)
+    return [k for chosen, rejected in pairs for k in (0, shared_length(chosen, rejected))]
 
 
 def pack_labelled(
@@ -90,10 +106,13 @@ def _pack(
     streams: Mapping[str, Any] | None,
     index: Sequence[int] | None,
     token_streams: Mapping[str, Sequence[Any]] | None = None,
+    shared: Sequence[int] | None = None,
 ) -> Batch:
     """`unit` documents of `docs` at a time share a row."""
     arrays = [(np.array(ids, np.int64), np.array(mask, np.float32)) for ids, mask in docs]
-    lengths = np.array([len(ids) - 1 for ids, _ in arrays], np.int64).reshape(-1, unit).sum(1)
+    skips = [0] * len(arrays) if shared is None else shared
+    places = [len(ids) - 1 - skip for (ids, _), skip in zip(arrays, skips, strict=True)]
+    lengths = np.array(places, np.int64).reshape(-1, unit).sum(1)
     if len(lengths) and lengths.max() > seq_len:
         worst = int(lengths.argmax())
         what = "pair" if unit == 2 else "answer"
@@ -111,6 +130,7 @@ def _pack(
         token_streams,
         rows,
         sample_ids=[numbers[row[0]] for row in units],
+        shared=skips,
     )
     values = {"index": np.asarray(numbers, np.int64), **(streams or {})}
     constant = {

@@ -19,7 +19,14 @@ from torch.utils.flop_counter import register_flop_formula
 from stepwell.models import block_attention
 from stepwell.models.collectives import all_gather, reduce_scatter
 from stepwell.models.context_attention import heads_for_tokens, ring_attention, tokens_for_heads
-from stepwell.models.layers import Context, Linear, RMSNorm, apply_rope
+from stepwell.models.layers import (
+    Context,
+    Linear,
+    RMSNorm,
+    apply_rope,
+    expand_shared,
+    take_rows,
+)
 from stepwell.sections.model import ModelConfig
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -214,7 +221,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
-    def forward(self, x_ND: Tensor, context: Context) -> Tensor:
+    def forward(self, x_ND: Tensor, context: Context, active_M: Tensor | None = None) -> Tensor:
+        """active_M: the tokens whose output is wanted (never with tp); None: all."""
         x_ND = all_gather(x_ND, context.tp)
         q_NHE, k_NKE, v_NKE = (
             w(x_ND, context.keys_N).unflatten(-1, (-1, self.head_dim))
@@ -224,10 +232,18 @@ class Attention(nn.Module):
             q_NHE, k_NKE = self.q_norm(q_NHE, context.tp), self.k_norm(k_NKE, context.tp)
         q_NHE, k_NKE = (apply_rope(x, context.cos, context.sin) for x in (q_NHE, k_NKE))
         out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context)
-        return reduce_scatter(self.wo(out_NHE.flatten(1), context.keys_N), context.tp)
+        out_NX, keys_N = out_NHE.flatten(1), context.keys_N
+        if active_M is not None:
+            out_NX = take_rows(out_NX, active_M)
+            keys_N = None if keys_N is None else keys_N[active_M]
+        return reduce_scatter(self.wo(out_NX, keys_N), context.tp)
 
     def _attend(self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, context: Context) -> Tensor:
-        cp = context.cp
+        cp, shared = context.cp, context.shared
+        if shared is not None:
+            q_MHE, k_MKE, v_MKE = (expand_shared(x, shared) for x in (q_NHE, k_NKE, v_NKE))
+            out_MHE = attend(q_MHE, k_MKE, v_MKE, context.cu_seqlens, self.window)
+            return take_rows(out_MHE, shared.kept_N)
         if cp is None:
             return attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
         if cp.method == "ring":

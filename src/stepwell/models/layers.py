@@ -31,11 +31,23 @@ class ContextRanks(NamedTuple):
     chunks: Tensor
 
 
+class SharedPrompts(NamedTuple):
+    """Tokens that several documents begin with and that are there once. N tokens; M of them with
+    each document whole. expand_M: which token stands at each of the M places; kept_N: the first
+    place of each token. For the gradients: shared_S, the tokens that stand at several places, and
+    for the second place, the third, ... (which of the S, place among the M)."""
+
+    expand_M: Tensor
+    kept_N: Tensor
+    shared_S: Tensor
+    copies: tuple[tuple[Tensor, Tensor], ...]
+
+
 class Context(NamedTuple):
     """What the tokens of a micro-batch share in every block. cos, sin (N, 1, E/2): their rotary
-    angles; cu_seqlens: borders of their documents, with cp of those in the full rows; tp, cp: the
-    ranks of the tensor and the context axis; keys_N: what adapters' dropout knows them by, None
-    where nothing is dropped."""
+    angles; cu_seqlens: borders of their documents, with cp of those in the full rows, with `shared`
+    of whole documents; tp, cp: the ranks of the tensor and the context axis; keys_N: what adapters'
+    dropout knows them by, None where nothing is dropped."""
 
     cos: Tensor
     sin: Tensor
@@ -43,6 +55,7 @@ class Context(NamedTuple):
     tp: dist.ProcessGroup | None = None
     cp: ContextRanks | None = None
     keys_N: Tensor | None = None
+    shared: SharedPrompts | None = None
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -95,6 +108,52 @@ class Linear(nn.Linear):
         if self.rows is not None:
             bias = self.rows.of(bias)
         return product + bias.to(product.dtype)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], where no row is taken twice, with a backward pass that need not add up."""
+    if torch.compiler.is_compiling():
+        return x[index]
+    return _TakeRows.apply(x, index)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (index,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        out[index] = grad
+        return out, None
+
+
+def expand_shared(x: Tensor, shared: SharedPrompts) -> Tensor:
+    """x (N, ...) -> (M, ...): each document whole."""
+    return _Expand.apply(x, shared)
+
+
+class _Expand(torch.autograd.Function):
+    """Adds up the gradients of a token's places in at least float32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shared: SharedPrompts) -> Tensor:
+        ctx.shared = shared
+        return x.index_select(0, shared.expand_M)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        shared: SharedPrompts = ctx.shared
+        out = grad.index_select(0, shared.kept_N)
+        total = upcast(out.index_select(0, shared.shared_S))
+        for which, places in shared.copies:
+            total[which] += grad.index_select(0, places)
+        out[shared.shared_S] = total.to(out.dtype)
+        return out, None
 
 
 def embed(

@@ -23,11 +23,13 @@ from stepwell.models.layers import (
     ContextRanks,
     Linear,
     RMSNorm,
+    SharedPrompts,
     SwiGLU,
     embed,
     local,
     rope_angles,
     rope_frequencies,
+    take_rows,
     upcast,
 )
 from stepwell.models.logits import token_stats
@@ -71,7 +73,8 @@ class ForwardOptions:
     cp: the ranks that each have some tokens of the rows, if there are several; inputs and outputs
     are then this rank's tokens, and cu_seqlens the borders in the full rows.
     keys_N: what the dropout of adapters knows this rank's tokens by (before tp divides them); None:
-    nothing is dropped. noise: of the same tokens' embeddings."""
+    nothing is dropped. noise: of the same tokens' embeddings. shared: beginnings that several
+    documents have in common (cu_seqlens are then the borders of whole documents); never with cp."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -84,6 +87,15 @@ class ForwardOptions:
     cp: ContextRanks | None = None
     keys_N: Tensor | None = None
     noise: Noise | None = None
+    shared: SharedPrompts | None = None
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the last block computes what follows its attention for active tokens alone:
+        unless tensor ranks divide the tokens, all are asked for, or code is compiled for blocks
+        that are alike."""
+        wants_all = bool(self.needs & {"hidden", "logits"})
+        return self.tp is None and not wants_all and not self.compiled
 
 
 @dataclass(frozen=True)
@@ -104,11 +116,22 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(cfg.d_model, cfg.norm_eps)
         self.mlp = SwiGLU(cfg.d_model, cfg.d_ff)
 
-    def forward(self, x_ND: Tensor, context: Context, keep: Keep = "all") -> Tensor:
-        return checkpointed(self._run, keep, x_ND, context)
+    def forward(
+        self,
+        x_ND: Tensor,
+        context: Context,
+        keep: Keep = "all",
+        active_M: Tensor | None = None,
+    ) -> Tensor:
+        """active_M: the tokens whose output is wanted, which then are all that is returned."""
+        return checkpointed(self._run, keep, x_ND, context, active_M)
 
-    def _run(self, x_ND: Tensor, context: Context) -> Tensor:
-        x_ND = x_ND + self.attn(self.attn_norm(x_ND, context.tp), context)
+    def _run(self, x_ND: Tensor, context: Context, active_M: Tensor | None) -> Tensor:
+        mixed_ND = self.attn(self.attn_norm(x_ND, context.tp), context, active_M)
+        if active_M is not None:
+            x_ND, keys_N = take_rows(x_ND, active_M), context.keys_N
+            context = context._replace(keys_N=None if keys_N is None else keys_N[active_M])
+        x_ND = x_ND + mixed_ND
         return x_ND + self.mlp(self.mlp_norm(x_ND, context.tp), context)
 
 
@@ -165,23 +188,30 @@ class Decoder(nn.Module):
         x_ND = self._embed(inputs, options) if self.piece.first else inputs
         frequencies = rope_frequencies(self.cfg, positions_BT.device)
         cos, sin = rope_angles(positions_BT.flatten(), frequencies)
-        context = Context(cos, sin, cu_seqlens, options.tp, options.cp, options.keys_N)
+        tokens = options.cp, options.keys_N, options.shared
+        context = Context(cos, sin, cu_seqlens, options.tp, *tokens)
+        narrows = options.narrows and self.piece.last and len(self.segments) > 0
         for segment in self.segments:
-            x_ND = self._segment(segment, x_ND, context)
+            last = narrows and segment.stop == self.piece.stop
+            x_ND = self._segment(segment, x_ND, context, active_M if last else None)
         if not self.piece.last:
             return x_ND
         assert self.norm is not None
         x_ND = self.norm(x_ND, options.tp)
-        return self._outputs(x_ND, positions_BT.shape, targets_BT, active_M, options)
+        shape = positions_BT.shape
+        return self._outputs(x_ND, shape, targets_BT, active_M, options, narrows)
 
-    def _segment(self, segment: Segment, x_ND: Tensor, context: Context) -> Tensor:
+    def _segment(
+        self, segment: Segment, x_ND: Tensor, context: Context, active_M: Tensor | None
+    ) -> Tensor:
         start, stop, keep = segment
         if stop == start + 1:
-            return self.blocks[str(start)](x_ND, context, keep)
+            return self.blocks[str(start)](x_ND, context, keep, active_M)
 
         def chain(x_ND: Tensor) -> Tensor:
             for i in range(start, stop):
-                x_ND = self.blocks[str(i)](x_ND, context)
+                wanted = active_M if i == stop - 1 else None
+                x_ND = self.blocks[str(i)](x_ND, context, "all", wanted)
             return x_ND
 
         return checkpointed(chain, keep, x_ND)
@@ -202,8 +232,10 @@ class Decoder(nn.Module):
         targets_BT: Tensor | None,
         active_M: Tensor | None,
         options: ForwardOptions,
+        narrowed: bool,
     ) -> TokenOutputs:
-        """shape: (B, T)."""
+        """shape: (B, T). narrowed: x_ND has active tokens alone."""
+        narrow_M = None if narrowed else active_M
         outputs: dict[str, Tensor | None] = {}
         lacking = options.needs & ({"scores"} if not self.cfg.has_score else set())
         if not self.cfg.has_lm_head:
@@ -211,13 +243,18 @@ class Decoder(nn.Module):
         if lacking:
             raise ValueError(f"a model with model.head={self.cfg.head!r} has no {sorted(lacking)}")
         if "scores" in options.needs:
-            outputs["scores_BTC"] = self._scores(x_ND, shape, active_M, options)
+            hidden_MD = gather_same(x_ND, options.tp)
+            if narrow_M is not None:
+                hidden_MD = take_rows(hidden_MD, narrow_M)
+            outputs["scores_BTC"] = self._scores(hidden_MD, shape, active_M)
         if options.needs & {"logprobs", "lse", "entropy", "mean_logit"}:
             if targets_BT is None:
                 raise ValueError("log-probabilities need targets_BT")
             hidden_MD, targets_M = all_gather(x_ND, options.tp), targets_BT.flatten()
+            if narrow_M is not None:
+                hidden_MD = take_rows(hidden_MD, narrow_M)
             if active_M is not None:
-                hidden_MD, targets_M = hidden_MD[active_M], targets_M[active_M]
+                targets_M = targets_M[active_M]
             stats = token_stats(
                 hidden_MD,
                 self.head_weight,
@@ -248,16 +285,12 @@ class Decoder(nn.Module):
 
     def _scores(
         self,
-        x_ND: Tensor,
+        hidden_MD: Tensor,
         shape: torch.Size,
         active_M: Tensor | None,
-        options: ForwardOptions,
     ) -> Tensor:
-        """(B, T, C) in at least float32; zero for tokens that are not active."""
+        """(B, T, C) in at least float32, of active tokens' hidden states; zero for the others."""
         assert self.score is not None
-        hidden_MD = gather_same(x_ND, options.tp)
-        if active_M is not None:
-            hidden_MD = hidden_MD[active_M]
         wide = upcast(hidden_MD)
         scores_MC = F.linear(wide, local(self.score.weight).to(wide.dtype))
         if active_M is not None:

@@ -13,8 +13,9 @@ import numpy as np
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.order import permute
-from stepwell.data.pair_packing import pack_labelled, pack_pairs
+from stepwell.data.pair_packing import num_places, pack_labelled, pack_pairs
 from stepwell.data.preference import Rendering, load_labelled, load_pairs
+from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.displacement import num_dropped
 from stepwell.posttrain.references import row_length
 from stepwell.sections.methods import DPO
@@ -55,8 +56,10 @@ class Rows:
         if self.labelled:
             length = row_length([len(item.rendering[0]) - 1 for item in items], run)
             return pack_labelled(items, length, pad_id, index=list(numbers))
-        both = [len(item.chosen[0]) + len(item.rejected[0]) - 2 for item in items]
-        return pack_pairs(items, row_length(both, run), pad_id, index=list(numbers))
+        shared = shares_prompts(run)
+        both = [num_places(item, shared=shared) for item in items]
+        length = row_length(both, run)
+        return pack_pairs(items, length, pad_id, index=list(numbers), shared=shared)
 
 
 def load_rows(run: Run, tokenizer: Tokenizer) -> tuple[Rows, dict[str, Any]]:

@@ -13,7 +13,7 @@ from stepwell.data.batch import Batch
 from stepwell.data.files import file_sha256
 from stepwell.data.order import permute
 from stepwell.data.packing import best_fit
-from stepwell.data.pair_packing import pack_labelled, pack_pairs, pack_steps
+from stepwell.data.pair_packing import num_places, pack_labelled, pack_pairs, pack_steps
 from stepwell.data.preference import (
     Labelled,
     Pair,
@@ -23,6 +23,7 @@ from stepwell.data.preference import (
     load_steps,
 )
 from stepwell.data.sft_data import Drops
+from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.reward_losses import MARGIN
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
@@ -110,14 +111,14 @@ def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
     """
     method, seq_len = run.method, run.data.seq_len
     assert isinstance(method, RewardModel)
-    layout = run.layout
+    layout, shared = run.layout, shares_prompts(run)
     if not layout.compile and layout.cp == layout.tp == layout.pp == 1:
-        seq_len = row_length([num_tokens(row) for row in rows], seq_len)
+        seq_len = row_length([num_tokens(row, shared) for row in rows], seq_len)
     if method.objective == "bradley-terry":
         pairs = [row for row in rows if isinstance(row, Pair)]
         margins = [(pair.margin or 0.0) if method.margins else 0.0 for pair in pairs]
         streams = {MARGIN: np.array(margins, np.float32)}
-        return pack_pairs(pairs, seq_len, pad_id, streams, index, read="last")
+        return pack_pairs(pairs, seq_len, pad_id, streams, index, "last", shared)
     if method.objective == "process":
         answers = [row for row in rows if isinstance(row, Stepwise)]
         return pack_steps(answers, seq_len, pad_id, index=index)
@@ -125,9 +126,10 @@ def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
     return pack_labelled(labelled, seq_len, pad_id, index=index, read="last")
 
 
-def num_tokens(row: Pair | Labelled | Stepwise) -> int:
+def num_tokens(row: Pair | Labelled | Stepwise, shared: bool) -> int:
+    """Places that a row of data takes; shared: a pair's common beginning counts once."""
     if isinstance(row, Pair):
-        return len(row.chosen[0]) + len(row.rejected[0])
+        return num_places(row, "last", shared)
     return len(row.ids if isinstance(row, Stepwise) else row.rendering[0])
 
 

@@ -43,6 +43,7 @@ from stepwell.parallel.pipeline import Pipeline, check_halves, full_shapes, piec
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.parallel.shared_prompts import shared_prompts
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.adapters import (
@@ -620,7 +621,8 @@ class Engine:
         """What a piece makes of the tokens, or of the x_ND that it is given: x_ND, or TokenOutputs
         from the last one."""
         dtype = DTYPES[self.run.precision.compute]
-        cu_seqlens, cp = micro.cu_seqlens(), context_ranks(micro, self.mesh, self.run.layout)
+        cp, device = context_ranks(micro, self.mesh, self.run.layout), self.mesh.device
+        cu_seqlens, shared = shared_prompts(micro, micro.cu_seqlens(), self.run, device)
         micro = local_tokens(micro, self.mesh)
         active = micro.weights_BT.flatten().nonzero().flatten()
         num_tokens = micro.tokens_BT.numel()
@@ -636,10 +638,10 @@ class Engine:
             cp=cp,
             keys_N=keys_N,
             noise=noise,
+            shared=shared,
         )
         if self.run.layout.compile:  # the number of documents changes from batch to batch
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        device = self.mesh.device
         return piece(
             micro.tokens_BT.to(device) if inputs is None else inputs,
             micro.positions_BT.to(device),
