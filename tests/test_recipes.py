@@ -24,8 +24,6 @@ RECIPES = {
     "quickstart-smollm2-sft": 134_515_008,
     "quickstart-smollm2-grpo": 134_515_008,
     "smollm2-sft": 134_515_008,
-    "smollm2-grpo": 134_515_008,
-    "smollm2-dpo": 134_515_008,
     "smollm2-reward": 134_515_008 + 576,
     "smollm2-sft-lora": 134_515_008,
     "smollm2-dpo-lora": 134_515_008,
