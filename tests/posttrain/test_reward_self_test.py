@@ -40,6 +40,11 @@ def test_good_scorers_pass(source):
     assert found_in(source, words) == []
 
 
+def test_small_numbers_are_in_no_empty_junk():
+    rows = [Prompt(f"{n + 20}-20=?", (1,), {"answer": str(n)}) for n in range(8)]
+    assert not [text for text in found_in("exact", rows) if "junk" in text]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GYM_SETS)
 def test_every_listed_gym_set_passes(name):

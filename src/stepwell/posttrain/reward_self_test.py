@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from stepwell.train.session import Session
 
 NUM_ROWS = 8
+# Without digits and words that some row's right answer may be.
 EMPTY = {
     "nothing": "",
     "blanks": " \n\t \n ",
     "only the marker": "answer:",
     "an empty box": "\\boxed{}",
-    "control characters": "\0\x01\x07\x1b[2J\u200b\u202e\ufeff",
+    "control characters": "\0\x01\x07\x1b[J\u200b\u202e\ufeff",
     "punctuation": "!?.,;:-()[]{}<>|/\\\"'",
     "a program that does nothing": "```python\npass\n```",
-    "a program that leaves": "```python\nimport sys\nsys.exit(0)\n```",
+    "a program that leaves": "```python\nimport sys\nsys.exit()\n```",
     "an empty object": "{}",
     "very long": "the " * 5000,
 }
