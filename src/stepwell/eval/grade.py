@@ -73,7 +73,8 @@ class Verdict:
     "error"), else it is empty. detail: what there is to say, e.g. how a program ended.
 
     Of a reward of several dimensions: scores, each one's own (None as above); failures, of those
-    whose grader failed; details, of each.
+    whose grader failed; details, of each. disagreement: the standard deviation of several reward
+    models about the answer, in the reward's unit.
     """
 
     reward: float | None
@@ -82,6 +83,7 @@ class Verdict:
     scores: Mapping[str, float | None] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
+    disagreement: float | None = None
 
 
 def verify_each(

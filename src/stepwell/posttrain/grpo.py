@@ -7,7 +7,7 @@ advantage within each group, make policy-gradient steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt
-from stepwell.generate import Sampling
 from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.dynamic_sampling import Drawn, draw_alive
+from stepwell.posttrain.overopt_watch import Overopt, divergence
 from stepwell.posttrain.placement import Reference, check_reference, open_reference
 from stepwell.posttrain.policy_batch import (
     minibatches,
@@ -31,19 +32,19 @@ from stepwell.posttrain.policy_batch import (
 from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_loss
 from stepwell.posttrain.reward_self_test import try_at_start
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics, reward_terms
-from stepwell.posttrain.rollout import Group, Rollouts, collect
+from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.posttrain.sampled import (
     REFILL_SEED,
     all_shares,
     check_failures,
     dealt,
-    fixed_prompts,
+    greedy_answers,
     open_samples,
     prompt_numbers,
     rollout_metrics,
     step_prompts,
 )
-from stepwell.posttrain.sampling.environments import Factory, find_environment
+from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Agreement, Gauge
 from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import GRPO, RewardTerm
@@ -55,10 +56,13 @@ from stepwell.types import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """How many rollouts were asked for, and how many prompts were drawn to refill them."""
+    """How many rollouts were asked for, how many prompts were drawn to refill them, what the watch
+    over the reward knows, and the divergence's coefficient (None: the method's)."""
 
     rollouts: int = 0
     refilled: int = 0
+    overopt: Mapping[str, Any] = field(default_factory=dict)
+    kl_coef: float | None = None
 
 
 def grpo(
@@ -132,13 +136,14 @@ def _train(
     method, pad_id = run.method, tokenizer.pad_id
     assert isinstance(method, GRPO)
     environment = find_environment(method.environment) if method.environment else None
-    greedy = partial(greedy_groups, session, prompts, tokenizer, rewards, environment)
+    greedy = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
     start, place, fresh = engine.step, place_of(session.extra), session.extra is None
     samples = open_samples(session, fresh) if mesh.is_main else None
     if fresh:
-        write(samples, start, greedy(), greedy=True)
+        write(samples, start, greedy().groups, greedy=True)
     mine = lambda number: [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
-    warned = False
+    warned, overopt = False, Overopt(session, rewards, place.overopt)
+    overopt.check_stopped()
     session.pause()
     with rollout_stream(session, mine, rewards, tokenizer, environment) as stream:
         while not session.finished:
@@ -151,17 +156,25 @@ def _train(
                 check_failures(Rollouts(drawn.groups).rows())
             more = {**headline(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
             answers = answers_of(Rollouts(drawn.kept))
+            kl = None
             if reference is not None:
                 answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
+                kl = divergence(answers)
+            more |= overopt.see(Rollouts(drawn.groups), kl)
+            coef = method.kl_coef if place.kl_coef is None else place.kl_coef
+            if method.over_budget == "raise":
+                more["kl/coef"] = coef
+            held = method.model_copy(update={"kl_coef": coef})
             if method.updates_per_rollout * num_parts(answers, method) > 1:
                 answers = scored(answers, OLD, engine, run, pad_id, mesh)
-            answers = with_advantages(answers, method)
+            answers = with_advantages(answers, held)
             lengths = [num_trained(answer, method) for answer in answers]
             divisors = denominators(method, lengths, num_parts(answers, method))
             seed, action = [run.train.seed, place.rollouts], ""
-            for batch in minibatches(answers, method, run.data.seq_len, pad_id, mesh, seed):
+            size, shared = run.data.seq_len, shares_prompts(run)
+            for batch in minibatches(answers, method, size, pad_id, mesh, seed, shared):
                 gauge = Seen(Gauge(), mesh, more)
-                loss = policy_loss(method, gauge.gauge)
+                loss = policy_loss(held, gauge.gauge)
                 info = session.step(batch, loss, method.temperature, gauge.numbers, divisors)
                 action = info.verdict.action
                 warned = gauge.warn(session, int(more["rollout/staleness"]), warned)
@@ -169,18 +182,24 @@ def _train(
                     break
             if action == "rewind":
                 place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
+                overopt.load(place.overopt)
                 stream.rewind(place.rollouts)
                 if samples is not None:
                     samples.close()
                     samples = open_samples(session)
                 continue
-            place = Place(place.rollouts + 1, place.refilled + drawn.num_refilled)
+            place = Place(
+                place.rollouts + 1,
+                place.refilled + drawn.num_refilled,
+                overopt.state(),
+                overopt.next_coef(coef),
+            )
             write(samples, engine.step, drawn.kept, greedy=False, trained=True)
             write(samples, engine.step, drawn.thrown, greedy=False, trained=False)
             if session.finished:
-                write(samples, engine.step, greedy(), greedy=True)
+                write(samples, engine.step, greedy().groups, greedy=True)
                 session.pause()
-            stream.after_step(asdict(place))
+            overopt.after_rollout(stream, asdict(place))
     if samples is not None:
         samples.close()
     return engine.step - start
@@ -208,33 +227,6 @@ def draw(stream: RolloutStream, place: Place, prompts: Sequence[Prompt]) -> Draw
     if not method.dynamic_sampling:
         return Drawn(take(method.prompts_per_step, 0))
     return draw_alive(take, method.prompts_per_step, method.max_refills)
-
-
-def greedy_groups(
-    session: Session,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    rewards: Rewards,
-    environment: Factory | None,
-) -> tuple[Group, ...]:
-    """The likeliest answers to a few fixed prompts, all ranks' on every rank."""
-    run, mesh, chosen = session.run, session.engine.mesh, fixed_prompts(prompts)
-    method = run.method
-    assert isinstance(method, GRPO)
-    sampling = Sampling(0.0, eos_ids=tokenizer.stop_ids, max_new_tokens=method.max_new_tokens)
-    rollouts = collect(
-        session.engine,
-        chosen[mesh.data_rank :: mesh.data_world],
-        1,
-        sampling,
-        rewards,
-        tokenizer,
-        environment=environment,
-        max_turns=method.max_turns,
-        max_len=min(run.data.seq_len, run.model.max_seq_len),
-        timeout_s=method.reward_timeout_s,
-    )
-    return dealt(all_shares(rollouts, mesh), len(chosen)).groups
 
 
 def headline(drawn: Drawn, rewards: Rewards, method: GRPO) -> dict[str, float]:
@@ -274,7 +266,8 @@ class Seen:
 
 def place_of(extra: Mapping[str, Any] | None) -> Place:
     """Where a checkpoint's loop was."""
-    return Place(**{k: v for k, v in (extra or {}).items() if k in ("rollouts", "refilled")})
+    names = Place.__dataclass_fields__
+    return Place(**{k: v for k, v in (extra or {}).items() if k in names})
 
 
 def with_overlong(method: GRPO) -> GRPO:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from stepwell.sections.methods import PPO
 
 ERROR_BOUND = 0.2
+RAISE_BOUND = 0.5
 
 
 def adapted(coef: float, kl: float, target: float, horizon: float, num_samples: int) -> float:
@@ -16,6 +17,12 @@ def adapted(coef: float, kl: float, target: float, horizon: float, num_samples: 
     """
     error = min(max(kl / target - 1.0, -ERROR_BOUND), ERROR_BOUND)
     return coef * max(1.0 + error * num_samples / horizon, 0.0)
+
+
+def raised(coef: float, kl: float, budget: float) -> float:
+    """The coefficient after a rollout whose KL was `kl` (both in nats an answer): over the budget
+    it grows by the share that is too much, at most by a half, and it never falls."""
+    return coef * (1.0 + min(max(kl / budget - 1.0, 0.0), RAISE_BOUND)) if budget else coef
 
 
 def next_coef(method: PPO, coef: float, kl: float, num_samples: int) -> float:

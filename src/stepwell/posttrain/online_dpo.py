@@ -16,11 +16,11 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt
-from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.posttrain.answers import Answer, answers_of
 from stepwell.posttrain.displacement import Monitor
 from stepwell.posttrain.moving_reference import MovingReference
+from stepwell.posttrain.overopt_watch import Overopt
 from stepwell.posttrain.placement import check_reference
 from stepwell.posttrain.policy_batch import scored
 from stepwell.posttrain.policy_pairs import (
@@ -34,12 +34,12 @@ from stepwell.posttrain.policy_pairs import (
 )
 from stepwell.posttrain.reward_self_test import try_at_start
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics
-from stepwell.posttrain.rollout import Rollouts, collect
+from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
     check_failures,
     dealt,
-    fixed_prompts,
+    greedy_answers,
     rollout_metrics,
     step_prompts,
 )
@@ -137,7 +137,9 @@ def _train(
     samples = None
     if mesh.is_main:
         samples = open_samples(session, FIRST - 1 if fresh else state["rollouts"] - 1)
-    likeliest = partial(greedy, session, prompts, tokenizer, rewards, environment)
+    overopt = Overopt(session, rewards, state["overopt"])
+    overopt.check_stopped()
+    likeliest = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
     if fresh:
         write(samples, start, FIRST, likeliest(), greedy=True)
     session.pause()
@@ -164,18 +166,21 @@ def _train(
         if reference is not None:
             answers = scored(answers, REFERENCE_TOKENS, reference, run, pad_id, mesh)
             line |= divergence([a for a in answers if a.num_trained])
+        line |= overopt.see(rollouts, line.get("kl/reference"))
         before = engine.step
         taken = take_steps(session, answers, found, line, state, pad_id, warned)
         warned = taken.warned
         if taken.action == "rewind":
             steps = method.updates_per_rollout * method.minibatches
             state = first_state(session.rewind(steps))
+            overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
             if samples is not None:
                 samples.close()
                 samples = open_samples(session, state["rollouts"] - 1)
             continue
         state = {**state, "rollouts": number + 1, "empty": 0, "monitor": taken.monitor.state()}
+        state["overopt"] = overopt.state()
         write(samples, engine.step, number, rollouts, found)
         if reference is not None and refresh_is_due(method, before, engine.step):
             reference.refresh()
@@ -183,7 +188,7 @@ def _train(
         if session.finished:
             write(samples, engine.step, number, likeliest(), greedy=True)
             session.pause()
-        stream.after_step(state)
+        overopt.after_rollout(stream, state)
     if samples is not None:
         samples.close()
     return engine.step - start
@@ -191,8 +196,10 @@ def _train(
 
 def first_state(extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Of a checkpoint or at the start: rollouts done; those of them without a pair since the last
-    step; the step whose policy is the reference (0: the first weights); the monitor's."""
-    return {"rollouts": 0, "empty": 0, "refreshed": 0, "monitor": {}} | dict(extra or {})
+    step; the step whose policy is the reference (0: the first weights); the monitor's, and that of
+    the watch over the reward."""
+    start = {"rollouts": 0, "empty": 0, "refreshed": 0, "monitor": {}, "overopt": {}}
+    return start | dict(extra or {})
 
 
 class Taken(NamedTuple):
@@ -294,32 +301,6 @@ def without_pairs(session: Session, rollout: int, in_a_row: int, found: Paired) 
             "from the last checkpoint and would stop here again; method.max_empty is how many are "
             "borne"
         )
-
-
-def greedy(
-    session: Session,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    rewards: Rewards,
-    environment: Factory | None,
-) -> Rollouts:
-    """The likeliest answers to a few fixed prompts, all ranks' on every rank."""
-    run, mesh, chosen = session.run, session.engine.mesh, fixed_prompts(prompts)
-    method = run.method
-    assert isinstance(method, OnlineDPO)
-    found = collect(
-        session.engine,
-        chosen[mesh.data_rank :: mesh.data_world],
-        1,
-        Sampling(0.0, eos_ids=tokenizer.stop_ids, max_new_tokens=method.max_new_tokens),
-        rewards,
-        tokenizer,
-        environment=environment,
-        max_turns=method.max_turns,
-        max_len=min(run.data.seq_len, run.model.max_seq_len),
-        timeout_s=method.reward_timeout_s,
-    )
-    return dealt(all_shares(found, mesh), len(chosen))
 
 
 def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:

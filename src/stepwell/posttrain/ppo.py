@@ -17,12 +17,12 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.eval.grade import Prompt
-from stepwell.generate import Sampling
 from stepwell.metrics import LineFile
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.critic import NAME as CRITIC
 from stepwell.posttrain.critic import critic_run, value_loss
 from stepwell.posttrain.kl_control import next_coef
+from stepwell.posttrain.overopt_watch import Overopt
 from stepwell.posttrain.placement import (
     Reference,
     Weights,
@@ -37,17 +37,17 @@ from stepwell.posttrain.ppo_loss import policy_loss, shared
 from stepwell.posttrain.ppo_targets import ask, passes, with_targets
 from stepwell.posttrain.reward_self_test import try_at_start
 from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics
-from stepwell.posttrain.rollout import Rollouts, collect
+from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
     check_failures,
     dealt,
-    fixed_prompts,
+    greedy_answers,
     open_samples,
     prompt_numbers,
     rollout_metrics,
 )
-from stepwell.posttrain.sampling.environments import Factory, find_environment
+from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Gauge
 from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import PPO
@@ -108,8 +108,10 @@ def ppo(
 
         environment = find_environment(method.environment) if method.environment else None
         with rollout_stream(session, share, rewards, tokenizer, environment) as stream:
-            answer = partial(greedy, session.engine, rewards, tokenizer, environment)
-            return _train(session, stream, reference, rewards, prompts, tokenizer.pad_id, answer)
+            likeliest = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
+            return _train(
+                session, stream, reference, rewards, len(prompts), tokenizer.pad_id, likeliest
+            )
 
 
 def check_ppo(
@@ -137,9 +139,9 @@ def _train(
     stream: RolloutStream,
     reference: Reference | None,
     rewards: Rewards,
-    prompts: Sequence[Prompt],
+    num_prompts: int,
     pad_id: int,
-    likeliest: Callable[[Sequence[Prompt]], Rollouts],
+    likeliest: Callable[[], Rollouts],
 ) -> int:
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, critic, start = run.method, session.others.get(CRITIC), session.engine.step
@@ -147,13 +149,15 @@ def _train(
     fresh = session.extra is None
     samples = open_samples(session, fresh) if mesh.is_main else None
     if fresh:
-        write(samples, start, likeliest(fixed_prompts(prompts)), greedy=True)
+        write(samples, start, likeliest(), greedy=True)
     state = _state(session.extra, method)
     gauge, empty, told, held = Gauge(), 0, False, dict[str, int]()
+    overopt = Overopt(session, rewards, state["overopt"])
+    overopt.check_stopped()
     session.pause()
     while not session.finished:
         number, coef = state["rollouts"], state["kl_coef"]
-        numbers = rollout_prompts(len(prompts), run, number)
+        numbers = rollout_prompts(num_prompts, run, number)
         if session.is_jumped("rollouts", number + 1, numbers[mesh.data_rank :: mesh.data_world]):
             state["rollouts"] += 1
             continue
@@ -170,6 +174,7 @@ def _train(
         more = headline(rollouts, rewards) | stream.metrics(mine)
         answers = ask(answers, engine, critic, reference, pad_id)
         answers, shown = with_targets(answers, method, coef)
+        more |= overopt.see(rollouts, shown["kl/reference"] if reference is not None else None)
         loss, action = policy_loss(method, coef, gauge), ""
         for batch, denominators in passes(answers, run, number, mesh, pad_id):
             line = more | shown | critic_step(critic, method, batch, denominators, held)
@@ -189,17 +194,19 @@ def _train(
         if action == "rewind":
             found = session.rewind(method.updates_per_rollout * method.minibatches)
             state = _state(found, method)
+            overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
             if samples is not None:
                 samples.close()
                 samples = open_samples(session)
             continue
-        state["kl_coef"] = next_coef(method, coef, shown["kl/reference"], len(answers))
+        coef = next_coef(method, coef, shown["kl/reference"], len(answers))
+        state |= {"kl_coef": overopt.next_coef(coef), "overopt": overopt.state()}
         write(samples, engine.step, rollouts, greedy=False)
         if session.finished:
-            write(samples, engine.step, likeliest(fixed_prompts(prompts)), greedy=True)
+            write(samples, engine.step, likeliest(), greedy=True)
             session.pause()
-        stream.after_step(state)
+        overopt.after_rollout(stream, state)
     if samples is not None:
         samples.close()
     return engine.step - start
@@ -214,32 +221,6 @@ def rollout_prompts(num_prompts: int, run: Run, number: int) -> list[int]:
     assert isinstance(method, PPO)
     count = method.prompts_per_step
     return prompt_numbers(num_prompts, run.train.seed, number * count, count)
-
-
-def greedy(
-    engine: Engine,
-    rewards: Rewards,
-    tokenizer: Tokenizer,
-    environment: Factory | None,
-    prompts: Sequence[Prompt],
-) -> Rollouts:
-    """The likeliest answer to each prompt, scored; those of all ranks on every rank."""
-    run, mesh = engine.run, engine.mesh
-    method = run.method
-    assert isinstance(method, PPO)
-    found = collect(
-        engine,
-        prompts[mesh.data_rank :: mesh.data_world],
-        1,
-        Sampling(0.0, eos_ids=tokenizer.stop_ids, max_new_tokens=method.max_new_tokens),
-        rewards,
-        tokenizer,
-        environment=environment,
-        max_turns=method.max_turns,
-        max_len=min(run.data.seq_len, run.model.max_seq_len),
-        timeout_s=method.reward_timeout_s,
-    )
-    return dealt(all_shares(found, mesh), len(prompts))
 
 
 def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
@@ -287,8 +268,9 @@ def _first(given: list[tuple[str, Tensor]] | None, run: Run) -> Iterable[tuple[s
 
 
 def _state(extra: Mapping[str, Any] | None, method: PPO) -> dict[str, Any]:
-    """Rollouts done and the KL coefficient, of a checkpoint or at the start."""
-    return dict(extra or {"rollouts": 0, "kl_coef": method.kl_coef})
+    """Rollouts done, the KL coefficient and what the watch over the reward knows, of a checkpoint
+    or at the start."""
+    return {"rollouts": 0, "kl_coef": method.kl_coef, "overopt": {}} | dict(extra or {})
 
 
 def write(samples: LineFile | None, step: int, rollouts: Rollouts, **more: Any) -> None:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine
 from stepwell.train.weights import check_tokenizer, initial_weights, kind_of, read_model
-from stepwell.types import ConfigError, DataError
+from stepwell.types import CheckpointError, ConfigError, DataError
 
 MEAN, SD = "eval/score_mean", "eval/score_sd"
 
@@ -48,6 +49,13 @@ class Member:
     trailing_id: int | None = None
     mean: float | None = None
     sd: float | None = None
+
+
+class Judged(NamedTuple):
+    """(D,) each: what several models say together, and how far apart they are."""
+
+    scores: Tensor
+    disagreement: Tensor
 
 
 class Scorer:
@@ -84,11 +92,16 @@ class Scorer:
 
         Raises DataError for a document that is empty or longer than seq_len.
         """
-        return combine(self.member_scores(docs), self.aggregate, self.k)
+        return self.judged(docs).scores
 
     def disagreement(self, docs: Sequence[Sequence[int]]) -> Tensor:
         """(D,): the standard deviation of the models' scores; zero for a single model."""
-        return disagreement(self.member_scores(docs))
+        return self.judged(docs).disagreement
+
+    def judged(self, docs: Sequence[Sequence[int]]) -> Judged:
+        """`score` and `disagreement` in one pass."""
+        scores_KD = self.member_scores(docs)
+        return Judged(combine(scores_KD, self.aggregate, self.k), disagreement(scores_KD))
 
     def member_scores(self, docs: Sequence[Sequence[int]]) -> Tensor:
         """(K, D): what each model says, standardised if the scorer does. With two labels a score is
@@ -172,9 +185,7 @@ def open_scorer(
     alone = Mesh(1, 0, 0, mesh.device)
     members = []
     for folder in folders:
-        path = Path(folder)
-        if checkpoint.is_run(path):
-            path = checkpoint.of_run_or_itself(path, "the reward model")
+        path = reward_folder(folder)
         model = read_model(str(path))
         if model.head != "score":
             raise ConfigError(
@@ -197,6 +208,21 @@ def open_scorer(
         notes = score_notes(path)
         members.append(Member(folder, engine, notes.pad_id, notes.mean, notes.sd))
     return Scorer(members, seq_len, aggregate, k, together=layout is not None)
+
+
+def reward_folder(folder: str | Path) -> Path:
+    """Where the model is that a reward's source names: a run's last checkpoint, or `folder` itself.
+    Raises CheckpointError where there is none."""
+    path = Path(folder)
+    if checkpoint.is_run(path):
+        return checkpoint.of_run_or_itself(path, "the reward model")
+    if not any((path / name).is_file() for name in ("config.json", checkpoint.STATE)):
+        raise CheckpointError(
+            f"the reward model {str(folder)!r} is no model: give the folder of a run of `stepwell "
+            "reward` (its last checkpoint), one of its checkpoints, or a Hugging Face folder of a "
+            "classifier (config.json and safetensors)"
+        )
+    return path
 
 
 def score_notes(path: Path) -> RewardNotes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from stepwell.types import Completion, ConfigError, nearest
 if TYPE_CHECKING:
     from stepwell.config import Run
     from stepwell.parallel.mesh import Mesh
+    from stepwell.posttrain.reward_ensembles import Combination
     from stepwell.posttrain.sandbox.pool import Program
     from stepwell.tokenizer import Tokenizer
 
@@ -32,8 +34,12 @@ def open_scorer(
     tokenizer: Tokenizer | None = None,
     mesh: Mesh | None = None,
     run: Run | None = None,
+    aggregate: Combination = "mean",
+    k: float = 1.0,
 ) -> Scorer:
-    """Raises ConfigError for a source that is unknown, cannot be read or lacks its package."""
+    """aggregate, k: what several reward models say together (`reward_ensembles.combine`).
+
+    Raises ConfigError for a source that is unknown, cannot be read or lacks its package."""
     kind, _, detail = source.partition(":")
     if source == "exact":
         return _exact()
@@ -46,7 +52,7 @@ def open_scorer(
     if kind == "repetition" and detail:
         return _repetition(source, detail)
     if kind == "model" and detail:
-        return _model(detail.split(","), tokenizer, mesh, run)
+        return _model(detail.split(","), tokenizer, mesh, run, aggregate, k)
     if source == "math" or (detail and kind in ("regex", "json", "gym", "python")):
         return _pooled(source, timeout_s)
     raise ConfigError(
@@ -196,7 +202,12 @@ def _sandboxed(
 
 
 def _model(
-    folders: Sequence[str], tokenizer: Tokenizer | None, mesh: Mesh | None, run: Run | None
+    folders: Sequence[str],
+    tokenizer: Tokenizer | None,
+    mesh: Mesh | None,
+    run: Run | None,
+    aggregate: Combination,
+    k: float,
 ) -> Scorer:
     if mesh is None or run is None:
         raise ConfigError(f"model:{','.join(folders)} needs a run, whose device it is scored on")
@@ -206,13 +217,20 @@ def _model(
         folders,
         mesh,
         run.data.seq_len,
+        aggregate,
+        k,
         tokenizer=tokenizer,
         compute=run.precision.compute,
     )
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
         docs = [[*c.prompt_ids, *c.token_ids] for c in completions]
-        return [_finite(float(value)) for value in models.score(docs)]
+        found = models.judged(docs)
+        spreads = [None] * len(docs) if len(folders) == 1 else found.disagreement.tolist()
+        return [
+            replace(_finite(value), disagreement=spread)
+            for value, spread in zip(found.scores.tolist(), spreads, strict=True)
+        ]
 
     engines = tuple(member.engine for member in models.members)
     return Scorer(score, is_model=True, engines=engines)

@@ -101,6 +101,11 @@ def composite(terms: Sequence[RewardTerm], verdicts: Sequence[Verdict]) -> Verdi
         for term, v in zip(terms, verdicts, strict=True)
         if v.reward is not None
     ]
+    spreads = [
+        abs(term.weight) * v.disagreement
+        for term, v in zip(terms, verdicts, strict=True)
+        if v.disagreement is not None
+    ]
     return Verdict(
         reward=math.fsum(weighted) if weighted and not failures else None,
         failure=next(iter(failures.values()), ""),
@@ -110,6 +115,7 @@ def composite(terms: Sequence[RewardTerm], verdicts: Sequence[Verdict]) -> Verdi
         scores={name: v.reward for name, v in named.items()},
         failures=failures,
         details=details,
+        disagreement=math.fsum(spreads) if spreads else None,
     )
 
 
@@ -159,7 +165,15 @@ def open_rewards(
     dimensions: list[Dimension] = []
     try:
         for term in reward_terms(method):
-            scorer = open_scorer(term.source, method.reward_timeout_s, tokenizer, mesh, run)
+            scorer = open_scorer(
+                term.source,
+                method.reward_timeout_s,
+                tokenizer,
+                mesh,
+                run,
+                aggregate=term.aggregate,
+                k=term.k,
+            )
             dimensions.append(Dimension(term, scorer))
     except BaseException:
         Rewards(tuple(dimensions)).close()

@@ -260,8 +260,9 @@ class RewardTerm(Section):
 
     source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET,
     model:FOLDER[,FOLDER], overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low,
-    high: bounds that it is clipped to. Answers for which it says None are left out of this
-    dimension.
+    high: bounds that it is clipped to. aggregate, k: of several models, whether their mean counts,
+    the lowest score, or the mean less k standard deviations (2310.02743). Answers for which it says
+    None are left out of this dimension.
     """
 
     name: str
@@ -269,6 +270,8 @@ class RewardTerm(Section):
     weight: Number = 1.0
     low: Number | None = None
     high: Number | None = None
+    aggregate: Literal["mean", "min", "mean-k-sd"] = "mean"
+    k: AtLeast0 = 1.0
 
     @model_validator(mode="after")
     def _rules(self) -> RewardTerm:
@@ -282,6 +285,18 @@ class RewardTerm(Section):
             raise ValueError(
                 f"method.rewards: {self.name!r} has low={self.low:g} above high={self.high:g}; "
                 "exchange them"
+            )
+        kind, _, detail = self.source.partition(":")
+        if self.aggregate != "mean" and (kind != "model" or "," not in detail):
+            raise ValueError(
+                f"method.rewards: {self.name!r} has aggregate={self.aggregate!r}, which compares "
+                f"several reward models, but its source {self.source!r} is not of the form "
+                "model:FOLDER,FOLDER; leave it at 'mean'"
+            )
+        if self.k != 1.0 and self.aggregate != "mean-k-sd":
+            raise ValueError(
+                f"method.rewards: {self.name!r} has k={self.k:g}, which belongs to aggregate "
+                f"'mean-k-sd', not {self.aggregate!r}; leave it out"
             )
         return self
 
@@ -298,7 +313,10 @@ class SampledMethod(MethodSection):
     how many rollouts the sampling weights may lag behind; above 0, sampling goes on while training.
     importance_cap: truncates the ratio of the trainer's to the sampler's probability (Ionides 2008;
     0: no correction). updates_per_rollout: how often the answers are gone through, in `minibatches`
-    steps each time.
+    steps each time. overopt: whether rewards that a model has learnt are watched for
+    over-optimisation (posttrain/overopt_detector.py), by the run's first and last overopt_window
+    rollouts, and whether an alarm ends the run. kl_budget: nats an answer that the policy may go
+    from the reference (0: any); beyond it the run stops, or kl_coef is raised (over_budget).
     """
 
     shows_loss: ClassVar[bool] = False
@@ -319,6 +337,10 @@ class SampledMethod(MethodSection):
     importance_cap: AtLeast0 = 2.0
     updates_per_rollout: Positive = 1
     minibatches: Positive = 1
+    overopt: Literal["warn", "stop", "ignore"] = "warn"
+    overopt_window: Annotated[int, Field(strict=True, ge=3)] = 10
+    kl_budget: AtLeast0 = 0.0
+    over_budget: Literal["stop", "raise"] = "stop"
 
     @model_validator(mode="after")
     def _shared_rules(self) -> SampledMethod:
@@ -350,6 +372,20 @@ class SampledMethod(MethodSection):
                 f"{self.prompts_per_step}; the nearest legal value is {self.prompts_per_step}"
             )
         return self
+
+
+def check_budget(method: GRPO | PPO) -> None:
+    """Raises ValueError for a budget that nothing measures, or that two things would keep."""
+    if method.kl_budget and not method.kl_coef:
+        raise ValueError(
+            f"method.kl_budget={method.kl_budget:g} bounds the divergence from a reference, and "
+            "with method.kl_coef=0 there is none; the nearest is a small one, method.kl_coef=1e-6"
+        )
+    if method.over_budget == "raise" and not method.kl_budget:
+        raise ValueError(
+            "method.over_budget='raise' acts where the divergence exceeds method.kl_budget, which "
+            "is 0 (none); set it to the nats an answer that are allowed"
+        )
 
 
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
@@ -392,6 +428,7 @@ class GRPO(SampledMethod):
 
     @model_validator(mode="after")
     def _rules(self) -> GRPO:
+        check_budget(self)
         if 0 < self.dual_clip <= 1:
             raise ValueError(
                 f"method.dual_clip={self.dual_clip:g} must be above 1 (3 is usual), or 0 for none"
@@ -454,6 +491,13 @@ class PPO(SampledMethod):
 
     @model_validator(mode="after")
     def _rules(self) -> PPO:
+        check_budget(self)
+        if self.over_budget == "raise" and self.kl_controller == "adaptive":
+            raise ValueError(
+                "method.over_budget='raise' and method.kl_controller='adaptive' would both set the "
+                "coefficient; with the controller, method.kl_target is the budget: leave "
+                "method.over_budget at 'stop'"
+            )
         if self.critic == "shared":
             keys = ("critic_init", "critic_lr")
             alone = next((key for key in keys if getattr(self, key) is not None), None)
@@ -504,6 +548,16 @@ class OnlineDPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> OnlineDPO:
         kind = self.loss.kind
+        if self.over_budget == "raise":
+            raise ValueError(
+                "method.over_budget='raise' raises method.kl_coef, which online-dpo has not; the "
+                "nearest legal value is 'stop' (method.loss.beta holds the policy)"
+            )
+        if self.kl_budget and not self.loss.needs_reference:
+            raise ValueError(
+                f"method.kl_budget={self.kl_budget:g} bounds the divergence from a reference, and "
+                f"kind {kind!r} has none; the nearest legal value is 0"
+            )
         if kind == "kto":
             raise ValueError(
                 "method.loss.kind='kto' learns from labelled answers, and online-dpo makes pairs; "

@@ -140,10 +140,11 @@ class RolloutStream:
         _resolve(sampled, lambda: self._sample(job, False))
         return self._score(self._finish(sampled, extra))
 
-    def after_step(self, extra: dict[str, Any]) -> None:
+    def after_step(self, extra: dict[str, Any], save: bool = False) -> None:
         """`session.after_step`, with the queue complete before a checkpoint is written: its errors
-        are raised instead."""
+        are raised instead. save: whether one is due in any case."""
         due = self.session.due()
+        due = due._replace(save=due.save or save)
         if due.save and not self.session.finished:
             for future in self._jobs.values():
                 future.result()

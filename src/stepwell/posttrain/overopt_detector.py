@@ -1,0 +1,228 @@
+"""An alarm for over-optimised rewards that needs no gold reward: it compares the last rollouts with
+the run's first ones.
+
+What it looks at: how far several reward models disagree about the policy's answers (2310.02743,
+2312.09244), the answers' length (2310.03716) and repetition, and the divergence from the reference
+(2210.10760). One of the last three alone may be what the task asks for; two of them together, or
+models that begin to disagree, may not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stepwell.posttrain.rollout import Rollouts
+
+GRAM = 3
+# A change counts if it is so many standard errors,
+LEAST_T = 3.0
+# the disagreement so many times what it was, and its growth so much of each unit of reward gained,
+LEAST_DISAGREEMENT = 1.5
+LEAST_SHARE = 0.1
+# the mean length so many times, or a part of, what it was,
+LEAST_LENGTH = 1.5
+# the share of repeated n-grams so much more,
+LEAST_REPETITION = 0.1
+# and the divergence so many nats an answer more.
+LEAST_KL = 10.0
+STRONG = ("disagreement",)
+WEAK = ("length", "repetition", "kl")
+NUM_WEAK = 2
+
+
+class Reading(NamedTuple):
+    """Means over a rollout's rewarded answers. length: in tokens of the policy. repetition: the
+    share of an answer's 3-grams of tokens that are repetitions. kl: nats an answer from the
+    reference, None without one. disagreement: of several reward models, in the reward's unit, None
+    where there aren't several."""
+
+    reward: float
+    length: float
+    repetition: float
+    kl: float | None = None
+    disagreement: float | None = None
+
+
+class Shift(NamedTuple):
+    """A mean over the run's first rollouts, over the last ones, and the difference over its
+    standard error (Welch's)."""
+
+    before: float
+    now: float
+    t: float
+
+    @property
+    def gain(self) -> float:
+        return self.now - self.before
+
+
+class Alarm(NamedTuple):
+    """step: of the optimiser. signs: what was seen, by name. reward: of the proxy."""
+
+    step: int
+    window: int
+    reward: Shift
+    signs: dict[str, Shift]
+
+    def text(self) -> str:
+        """What was seen, and what to do next."""
+        return (
+            f"the reward may be over-optimised: over the last {self.window} rollouts it is "
+            f"{self.reward.gain:.3g} above where it began, while "
+            + "; ".join(_words(name, shift) for name, shift in self.signs.items())
+            + ". Next: read the last answers of samples.jsonl; keep the policy nearer "
+            "(method.kl_budget, a larger method.kl_coef, fewer steps, or --method.overopt stop); "
+            "take the worst of several reward models (source model:A,B with aggregate = 'min'); "
+            "bound the score by the term's low and high; add a dimension for what is gamed "
+            "(repetition:3, overlong:LIMIT:CACHE); or label the latest answers and train the "
+            "reward model anew"
+        )
+
+
+@dataclass
+class Watch:
+    """`see` says once when the mean reward of the last `window` rollouts is clearly above that of
+    the first `window`, and a strong sign or two weak ones are there."""
+
+    window: int
+    start: list[Reading] = field(default_factory=list)
+    recent: list[Reading] = field(default_factory=list)
+    alarmed: bool = False
+
+    def see(self, step: int, reading: Reading) -> Alarm | None:
+        if not all(math.isfinite(x) for x in reading if x is not None):
+            return None
+        if len(self.start) < self.window:
+            self.start = [*self.start, reading]
+            return None
+        self.recent = [*self.recent, reading][-self.window :]
+        if self.alarmed or len(self.recent) < self.window:
+            return None
+        reward, signs = self._shift("reward"), self.signs()
+        strong = any(name in STRONG for name in signs)
+        self.alarmed = bool(
+            reward is not None
+            and reward.t > LEAST_T
+            and (strong or sum(name in WEAK for name in signs) >= NUM_WEAK)
+        )
+        assert reward is not None
+        return Alarm(step, self.window, reward, signs) if self.alarmed else None
+
+    def signs(self) -> dict[str, Shift]:
+        """What is to be seen, by name; nothing until there are two windows."""
+        if len(self.recent) < self.window:
+            return {}
+        shifts = {name: self._shift(name) for name in (*STRONG, *WEAK)}
+        reward = self._shift("reward")
+        gained = 0.0 if reward is None else reward.gain
+        return {
+            name: shift
+            for name, shift in shifts.items()
+            if shift is not None and is_sign(name, shift, gained)
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """overopt/signs: how many there are. overopt/NAME: over what it was at the beginning, for
+        disagreement and length as a ratio, else as a difference."""
+        if len(self.recent) < self.window:
+            return {}
+        found: dict[str, float] = {"overopt/signs": len(self.signs())}
+        for name in (*STRONG, *WEAK):
+            shift = self._shift(name)
+            if shift is None:
+                continue
+            if name not in ("disagreement", "length"):
+                found[f"overopt/{name}"] = shift.gain
+            elif shift.before > 0:
+                found[f"overopt/{name}"] = shift.now / shift.before
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "start": [list(reading) for reading in self.start],
+            "recent": [list(reading) for reading in self.recent],
+            "alarmed": self.alarmed,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.start = [Reading(*values) for values in state.get("start", [])]
+        self.recent = [Reading(*values) for values in state.get("recent", [])]
+        self.alarmed = state.get("alarmed", False)
+
+    def _shift(self, name: str) -> Shift | None:
+        """None where a rollout had no such number."""
+        before, now = ([getattr(r, name) for r in part] for part in (self.start, self.recent))
+        if None in before or None in now:
+            return None
+        return shift(before, now)
+
+
+def is_sign(name: str, shift: Shift, reward_gain: float = 0.0) -> bool:
+    """Whether a change is clear, and large enough to speak of over-optimisation. reward_gain: of
+    the proxy since the beginning."""
+    if name == "length":
+        larger = max(shift.now, shift.before) >= LEAST_LENGTH * min(shift.now, shift.before)
+        return abs(shift.t) > LEAST_T and larger
+    if shift.t <= LEAST_T:
+        return False
+    if name == "disagreement":
+        enough = shift.gain >= LEAST_SHARE * max(reward_gain, 0.0)
+        return enough and shift.now >= LEAST_DISAGREEMENT * shift.before
+    return shift.gain >= (LEAST_REPETITION if name == "repetition" else LEAST_KL)
+
+
+def shift(before: Sequence[float], now: Sequence[float]) -> Shift:
+    """t is infinite where neither varies, and 0 where nothing has moved."""
+    x, y = np.asarray(before, np.float64), np.asarray(now, np.float64)
+    gain = float(y.mean() - x.mean())
+    error = math.sqrt(x.var(ddof=1) / len(x) + y.var(ddof=1) / len(y))
+    scale = max(abs(float(x.mean())), abs(float(y.mean())))
+    if abs(gain) <= 1e-12 * scale:
+        return Shift(float(x.mean()), float(y.mean()), 0.0)
+    t = gain / error if error > 1e-12 * scale else math.copysign(math.inf, gain)
+    return Shift(float(x.mean()), float(y.mean()), t)
+
+
+def read(rollouts: Rollouts, kl: float | None = None) -> Reading | None:
+    """Of all ranks' answers that have a reward; None without any."""
+    pairs = [
+        (completion, verdict)
+        for group in rollouts.groups
+        for completion, verdict in zip(group.completions, group.verdicts, strict=True)
+        if verdict.reward is not None
+    ]
+    if not pairs:
+        return None
+    spreads = [verdict.disagreement for _, verdict in pairs]
+    known = [spread for spread in spreads if spread is not None]
+    answers = [
+        [token for token, mine in zip(c.token_ids, c.mask, strict=True) if mine] for c, _ in pairs
+    ]
+    return Reading(
+        reward=float(np.mean([v.reward for _, v in pairs if v.reward is not None])),
+        length=float(np.mean([len(answer) for answer in answers])),
+        repetition=float(np.mean([repeated_share(answer) for answer in answers])),
+        kl=kl,
+        disagreement=float(np.mean(known)) if len(known) == len(spreads) else None,
+    )
+
+
+def repeated_share(tokens: Sequence[int], size: int = GRAM) -> float:
+    """The share of n-grams of tokens that occurred before; 0 where there are fewer than two."""
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _words(name: str, shift: Shift) -> str:
+    before, now = f"{shift.before:.3g}", f"{shift.now:.3g}"
+    return {
+        "disagreement": f"reward models disagree by {now} about an answer, at first by {before}",
+        "length": f"answers have {now} tokens, at first {before}",
+        "repetition": f"a share of {now} of their 3-grams repeats others, at first {before}",
+        "kl": f"the divergence from the reference is {now} nats an answer, at first {before}",
+    }[name]
