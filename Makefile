@@ -48,7 +48,7 @@ $(SMOLLM2)/sft.done: $(SMOLLM2)/base/config.json $(SMOLLM2)/problems/heldout.jso
 
 $(SMOLLM2)/pairs.jsonl: $(SMOLLM2)/sft.done
 	$(STEPWELL) pairs $(SMOLLM2)/sft $(SMOLLM2)/problems/prompts.jsonl --out $@ \
-		--rewards exact --pairing right-wrong --most 1 --num 4 --limit 400 --max-new-tokens 64
+		--rewards exact --pairing right-wrong --most 1 --num 4 --limit 240 --max-new-tokens 64
 
 $(SMOLLM2)/dpo.done: $(SMOLLM2)/pairs.jsonl
 	$(STEPWELL) dpo smollm2-dpo-lora
