@@ -12,6 +12,7 @@ from benchmarks.protocol import Clock, Finished
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt, Verdict
 from stepwell.generate import Sampling
+from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.policy_batch import minibatches, num_trained, with_advantages
 from stepwell.posttrain.policy_loss import denominators, policy_loss
@@ -62,7 +63,13 @@ def main() -> None:
         lengths = [num_trained(answer, method) for answer in answers]
         divisors = denominators(method, lengths)
         for batch in minibatches(
-            answers, method, run.data.seq_len, tokenizer.pad_id, engine.mesh, [number]
+            answers,
+            method,
+            run.data.seq_len,
+            tokenizer.pad_id,
+            engine.mesh,
+            [number],
+            shares_prompts(run),
         ):
             gauge = Gauge()
             loss = policy_loss(method, gauge)

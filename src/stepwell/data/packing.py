@@ -61,6 +61,17 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[in
     return rows
 
 
+def shortest(lengths: Sequence[int], capacity: int, step: int) -> int:
+    """The shortest rows, in multiples of `step`, of which `best_fit` needs no more than of rows of
+    `capacity`: so little of a small batch is padding."""
+    if not lengths:
+        return capacity
+    num_rows = len(best_fit(lengths, capacity))
+    least = max(max(lengths), -(-sum(lengths) // num_rows))
+    steps = range(-(-least // step) * step, capacity, step)
+    return next((n for n in steps if len(best_fit(lengths, n)) <= num_rows), capacity)
+
+
 def pack_rows(
     docs: Sequence[tuple[Ids, Ids]],
     seq_len: int,

@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from stepwell.data.batch import Batch
-from stepwell.data.packing import best_fit, pack_rows
+from stepwell.data.packing import best_fit, pack_rows, shortest
 from stepwell.posttrain.rollout import Rollouts
 
 Array = np.ndarray
+# Rows are shortened to a multiple of this.
+LENGTH_STEP = 32
+
+
+class Place(NamedTuple):
+    """An answer in a row. skipped: how many of its first tokens the row has already."""
+
+    number: int
+    skipped: int
 
 
 @dataclass(frozen=True)
@@ -70,35 +80,92 @@ def packed(
     pad_id: int,
     weights: Sequence[float] | None = None,
     names: Sequence[str] = (),
+    shared: bool = False,
 ) -> Batch:
     """Rows with a loss on trained tokens; none without answers. weights: of each answer's tokens
-    (default 1). names: the streams that the rows carry as float32."""
+    (default 1). names: the streams that the rows carry as float32. shared: prompts that answers of
+    a row have in common are there once, and rows are as short as they may be."""
     scale = [1.0] * len(answers) if weights is None else weights
+    rows, length = places(answers, [len(a.ids) - 1 for a in answers], seq_len, shared)
     return pack_rows(
         [(a.ids, a.trained_L * w) for a, w in zip(answers, scale, strict=True)],
-        seq_len,
+        length,
         pad_id=pad_id,
         extra={name: [a.streams[name].astype(np.float32) for a in answers] for name in names},
+        rows=[[number for number, _ in row] for row in rows],
+        shared=left_out(rows, len(answers)),
     )
 
 
+def places(
+    answers: Sequence[Answer], lengths: Sequence[int], seq_len: int, shared: bool
+) -> tuple[list[list[Place]], int]:
+    """Which answers stand in which row, by best fit, and the rows' length. lengths: of each whole
+    answer.
+
+    shared: answers with one prompt stand together, as many as a row takes, and those after the
+    first leave the prompt out but for its last token, whose target is each answer's own.
+    """
+    if not shared:
+        rows = best_fit(lengths, seq_len)
+        return [[Place(i, 0) for i in row] for row in rows], seq_len
+    units: list[list[Place]] = []
+    for numbers in _groups(answers):
+        prompt, room = max(0, _first_trained(answers[numbers[0]]) - 1), 0
+        for i in numbers:
+            own = lengths[i] - prompt
+            if own > room:
+                units.append([])
+                own, room = lengths[i], seq_len
+            room -= own
+            units[-1].append(Place(i, prompt if units[-1] else 0))
+    sizes = [sum(lengths[i] - skipped for i, skipped in unit) for unit in units]
+    length = shortest(sizes, seq_len, LENGTH_STEP)
+    rows = best_fit(sizes, length)
+    return [[place for number in row for place in units[number]] for row in rows], length
+
+
+def left_out(rows: Sequence[Sequence[Place]], num_answers: int) -> list[int]:
+    """How many of each answer's tokens its row has already."""
+    found = [0] * num_answers
+    for number, skipped in (place for row in rows for place in row):
+        found[number] = skipped
+    return found
+
+
+def _groups(answers: Sequence[Answer]) -> list[list[int]]:
+    """Numbers of the answers that have one prompt, in order of their first."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, answer in enumerate(answers):
+        alone = () if answer.num_trained else (-1, i)
+        found.setdefault((*answer.ids[: _first_trained(answer)], *alone), []).append(i)
+    return list(found.values())
+
+
+def _first_trained(answer: Answer) -> int:
+    return int((answer.trained_L != 0).argmax())
+
+
 def scoring_rows(
-    answers: Sequence[Answer], seq_len: int, pad_id: int
-) -> tuple[Batch, list[list[int]]]:
+    answers: Sequence[Answer], seq_len: int, pad_id: int, shared: bool = False
+) -> tuple[Batch, list[list[Place]]]:
     """Rows for a pass without gradient, and which answers stand in which row. A truncated answer
-    has one more token, so that a critic says what the state after its last token is worth."""
+    has one more token, so that a critic says what the state after its last token is worth. shared:
+    see `packed`."""
     docs = []
     for answer in answers:
         ids, mask = list(answer.ids), list(answer.trained_L)
         if answer.truncated:
             ids, mask = [*ids, pad_id], [*mask, 1.0]
         docs.append((ids, mask))
-    rows = best_fit([len(ids) - 1 for ids, _ in docs], seq_len)
-    return pack_rows(docs, seq_len, pad_id=pad_id, rows=rows), rows
+    rows, length = places(answers, [len(ids) - 1 for ids, _ in docs], seq_len, shared)
+    numbers = [[number for number, _ in row] for row in rows]
+    skipped = left_out(rows, len(answers))
+    return pack_rows(docs, length, pad_id=pad_id, rows=numbers, shared=skipped), rows
 
 
 def unpacked(
-    values_BT: Tensor, answers: Sequence[Answer], rows: Sequence[Sequence[int]]
+    values_BT: Tensor, answers: Sequence[Answer], rows: Sequence[Sequence[Place]]
 ) -> tuple[list[Array], list[float]]:
     """What a pass over `scoring_rows` says of each answer's tokens (0 where they aren't trained),
     and of the state after a truncated one (0 for the others)."""
@@ -106,11 +173,11 @@ def unpacked(
     after = [0.0] * len(answers)
     for row, numbers in zip(values_BT.double().numpy(), rows, strict=True):
         start = 0
-        for number in numbers:
+        for number, skipped in numbers:
             answer = answers[number]
-            length = len(answer.ids) - 1
+            length = len(answer.ids) - 1 - skipped
             of_targets = row[start : start + length]
-            values_L = np.concatenate([[0.0], of_targets])
+            values_L = np.concatenate([np.zeros(1 + skipped), of_targets])
             found[number] = np.where(answer.trained_L != 0, values_L, 0.0)
             start += length
             if answer.truncated:

@@ -15,6 +15,7 @@ import torch
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.parallel.mesh import Mesh, all_gather_objects
+from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.aggregation import denominator, token_weight
 from stepwell.posttrain.answers import Answer, packed, scoring_rows, split, unpacked
 from stepwell.posttrain.critic import OLD_VALUES, RETURNS, VALUES
@@ -53,7 +54,7 @@ def ask(
         found = [a.adding(**{REFERENCE: a.streams[OLD]}) for a in found]
     else:
         found = scored(found, REFERENCE, reference, run, pad_id, mesh)
-    return valued(found, critic or policy, run.data.seq_len, pad_id)
+    return valued(found, critic or policy, pad_id)
 
 
 def needs_old_logprobs(method: PPO) -> bool:
@@ -64,11 +65,11 @@ def needs_old_logprobs(method: PPO) -> bool:
     return steps > 1 or method.max_staleness > 0 or method.server is not None
 
 
-def valued(answers: Sequence[Answer], critic: Engine, seq_len: int, pad_id: int) -> list[Answer]:
-    mesh = critic.mesh
+def valued(answers: Sequence[Answer], critic: Engine, pad_id: int) -> list[Answer]:
+    run, mesh = critic.run, critic.mesh
     numbers = range(len(answers))[mesh.data_rank :: mesh.data_world]
     mine = [answers[i] for i in numbers]
-    batch, rows = scoring_rows(mine, seq_len, pad_id)
+    batch, rows = scoring_rows(mine, run.data.seq_len, pad_id, shares_prompts(run))
     values, after = unpacked(critic.scores(batch)[..., 0], mine, rows)
     pairs = zip(values, after, strict=True)
     known = dict(zip(numbers, pairs, strict=True)) if mesh.counts_rows else {}
@@ -180,4 +181,5 @@ def passes(
             weights = [
                 token_weight(a.num_trained, method.aggregate, method.max_new_tokens) for a in mine
             ]
-            yield packed(mine, run.data.seq_len, pad_id, weights, names), denominators
+            seq_len, shared = run.data.seq_len, shares_prompts(run)
+            yield packed(mine, seq_len, pad_id, weights, names, shared), denominators

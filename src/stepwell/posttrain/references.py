@@ -23,7 +23,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
-from stepwell.data.packing import best_fit, pack_rows
+from stepwell.data.packing import pack_rows, shortest
 from stepwell.data.preference import Rendering
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.mesh import Mesh, all_gather_objects
@@ -84,10 +84,7 @@ def row_length(lengths: Sequence[int], run: Run) -> int:
     seq_len = run.data.seq_len
     if run.layout.cp > 1 or run.layout.compile or not lengths:
         return seq_len
-    num_rows = len(best_fit(lengths, seq_len))
-    least = max(max(lengths), -(-sum(lengths) // num_rows))
-    steps = range(-(-least // LENGTH_STEP) * LENGTH_STEP, seq_len, LENGTH_STEP)
-    return next((n for n in steps if len(best_fit(lengths, n)) <= num_rows), seq_len)
+    return shortest(lengths, seq_len, LENGTH_STEP)
 
 
 def pack_in_order(docs: Sequence[Rendering], length: int, pad_id: int) -> tuple[Batch, list[int]]:
