@@ -77,6 +77,21 @@ def test_without_the_self_test_it_is_not_made(world, capsys):
     assert json.loads(capsys.readouterr().out)["fault"] is None
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"method.verifier": "model:nowhere"},
+            "the reward model 'nowhere' is no model: give the folder of a run of `stepwell reward`",
+        ),
+        ({"method.critic_init": "nowhere"}, "method.critic_init='nowhere' is no model"),
+    ],
+)
+def test_a_folder_without_a_model_is_named_by_what_it_is_for(world, values, message, capsys):
+    assert checked("ppo", **values) == 4
+    assert message in capsys.readouterr().err
+
+
 def test_a_reward_model_is_not_opened_and_the_term_beside_it_is_tried(world, capsys):
     model = '{name = "rm", source = "model:base"}'
     for beside, code in (("exact", 0), ("exakt", 2)):

