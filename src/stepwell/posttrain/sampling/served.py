@@ -53,7 +53,7 @@ class ServedPolicy:
         return self._server
 
     def _publish(self, folder: Path) -> None:
-        """Exports the weights as they are now, whole or not at all; a critic's score is left out."""
+        """Exports the weights as they are now, whole or not at all, without a critic's score."""
         engine, run = self.session.engine, self.session.run
         model = run.model.model_copy(update={"head": "lm"})
         dtype = DTYPES[run.precision.compute]
