@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.config import Run
-from stepwell.sections.methods import Method
 from stepwell.schema import dotted_keys
-from stepwell.sections.methods import GRPO, SFT, Pretrain
+from stepwell.sections.methods import GRPO, SFT, Method, Pretrain
 from stepwell.types import ConfigError
 
 
@@ -228,9 +227,9 @@ def test_no_number_and_no_flag_takes_another_type():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, dpo, reward, grpo"),
+        ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, dpo"),
         ({"method": {"kind": "grop"}}, "did you mean 'grpo'?"),
-        ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft, grpo"),
+        ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft, dpo, reward, grpo, ppo"),
         (
             {"train": {"steps": 0}},
             "train.steps = 0: must be above 0; the nearest legal value is 1 (the default is 1000)",

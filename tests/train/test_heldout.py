@@ -173,7 +173,7 @@ def test_the_console_shows_it(world):
             {"method.kind": "sft", "data.heldout_path": "x", "data.heldout": '[{path = "y"}]'},
             "exclude each other",
         ),
-        ({"method.kind": "grpo", "train.eval_every": 5}, "belongs to pretrain, sft, dpo and reward"),
+        ({"method.kind": "grpo", "train.eval_every": 5}, "to pretrain, sft, dpo and reward"),
         ({"method.kind": "sft", "train.eval_every": 5}, r"or data\.heldout_path"),
     ],
 )
