@@ -28,9 +28,11 @@ def tensors(B, T, H, K, dtype, scale=1.0):
 def by_blocks(q, k, v, grad):
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=lse_dtype)
-    block_attention.forward(q, k, v, out, lse)
+    grad_N, q_N, k_N, v_N, out_N = (x.flatten(0, 1) for x in (grad, q, k, v, out))
+    docs = [block_attention.Doc(i * q.shape[1], q.shape[1]) for i in range(q.shape[0])]
+    block_attention.forward_packed(q_N, k_N, v_N, out_N, lse.flatten(0, 1), docs)
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    block_attention.backward(grad, q, k, v, grads)
+    block_attention.backward_packed(grad_N, q_N, k_N, v_N, [x.flatten(0, 1) for x in grads], docs)
     return out, lse, *grads
 
 
@@ -88,3 +90,26 @@ def test_long_and_short_documents_mix(dtype):
             torch.autograd.grad((found * grad[start:stop]).sum(), alone), grads, strict=True
         ):
             assert torch.equal(a, b[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_nobody_asks_for_is_left_out(dtype):
+    """From each document's first wanted token on nothing changes, nor any gradient, if nothing
+    comes back from the tokens before."""
+    lengths, firsts = [300, 310, 20, 290, 256], [0, 100, 20, 256, 256]
+    q, k, v, grad = (x[0] for x in tensors(1, sum(lengths), 4, 2, dtype))
+    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    wanted = torch.cat([torch.arange(n) >= f for n, f in zip(lengths, firsts, strict=True)])
+    grad = torch.where(wanted[:, None, None], grad, 0)
+    found = []
+    for some in (None, torch.tensor(firsts)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attend(leaves[0], leaves[1], leaves[2], borders, None, some)
+        assert out.isfinite().all()
+        found.append([out[wanted], *torch.autograd.grad(out, leaves, grad)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12 if dtype == torch.float64 else 0)
+    # Whole blocks of the last documents but one and two were left out.
+    assert out[630 : 630 + 256].eq(0).all()
+    assert out[920 : 920 + 256].eq(0).all() == (firsts[-1] == 256)
+    assert out[:300].ne(0).all(-1).all()

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from stepwell.data.batch import Batch
 from stepwell.data.judged import Pair
 from stepwell.data.pair_packing import Read, pack_pairs
 from stepwell.data.shared_prompts import whole_lengths
+from stepwell.models import block_attention
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.shared_prompts import shared_prompts, shares_prompts
 from stepwell.posttrain.preference_losses import REFERENCE, preference_loss
@@ -38,6 +40,14 @@ DIVIDED = {
     "tp": {"layout.tp": 2, "model.vocab_size": VOCAB + 1, "model.d_ff": 28},
     "pp": {"layout.pp": 2, "model.num_layers": 3},
 }
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Attention by blocks of queries also of short documents, several blocks each."""
+    monkeypatch.setattr(block_attention, "pays", lambda *_, **__: True)
+    monkeypatch.setattr(block_attention, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(block_attention, "_missing", lambda length: -length % 4)
 
 
 def pairs() -> list[Pair]:
@@ -95,7 +105,7 @@ def test_shared_batches_are_smaller():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_preference_loss(kind: str):
+def test_every_preference_loss(kind: str, small_blocks):
     engine, (loss, read) = Engine(run_of()), loss_of(run_of(), **MORE.get(kind, {}), kind=kind)
     wanted = gradients(engine, batches(False, read), loss)
     assert_same(gradients(engine, batches(True, read), loss), wanted, 1e-9, kind)
@@ -103,7 +113,7 @@ def test_every_preference_loss(kind: str):
 
 @pytest.mark.parametrize("head", [{}, SCORE], ids=["lm", "score"])
 @pytest.mark.parametrize("name", ALONE)
-def test_in_one_process(name: str, head: dict):
+def test_in_one_process(name: str, head: dict, small_blocks):
     run = run_of(**ALONE[name], **head)
     engine, (loss, read) = Engine(run), loss_of(run)
     wanted = gradients(engine, batches(False, read), loss)
@@ -169,20 +179,34 @@ def test_runs_that_need_whole_documents(overrides: dict):
         shared_prompts(batch, batch.cu_seqlens(), run_of(**overrides), cpu)
 
 
-def test_flops_are_of_what_is_computed():
-    """By hand: matrices once a token, attention in whole documents, after the last attention and
-    in the head only the loss tokens."""
+def test_flops_are_of_what_is_computed(small_blocks):
+    """By hand: matrices once a token; after the last block's keys and values, and in the head, only
+    the loss tokens; attention in whole documents, once a token, in the last block of answers."""
     run, batch = run_of(), batches(True)
     model, tokens = run.model, int((batch.docs_BT >= 0).sum())
     loss_tokens = int((batch.weights_BT != 0).sum())
     heads, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     before = 2 * model.d_model * (heads + 2 * keys)
     after = 2 * model.d_model * (heads + 3 * model.d_ff)
-    pairs_of_tokens = sum(n * n for n in whole_lengths(batch)) / 2
-    attention = model.num_layers * 4 * heads * pairs_of_tokens
+    squares = [0, 0]
+    for number, pair in enumerate(pairs()):
+        prompts = len(pair.prompt_ids), len(pair.rejected_prompt_ids or pair.prompt_ids)
+        answers = len(pair.chosen_ids), len(pair.rejected_ids)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            squares = [x + (prompt + answer - 1) ** 2 for x in squares]
+            squares[1] -= (prompt - 1) ** 2
+        squares[0] -= (prompts[1] - 1) ** 2 if number < 5 else 0
+    attention = 4 * heads * sum(squares) / 2
     head = loss_tokens * 2 * model.vocab_size * model.d_model
     matrices = model.num_layers * tokens * before + (tokens + loss_tokens) * after
     assert model.num_layers == 2
-    assert step_flops(run, batch) == pytest.approx(3 * (matrices + attention + head))
-    plain = step_flops(run, batches(False))
-    assert step_flops(run, batch) < plain
+    wanted = 3 * (matrices + attention + head)
+    assert step_flops(run, batch) == pytest.approx(wanted)
+    assert step_flops(run, batch) < step_flops(run, batches(False))
+    # What torch counts has padding in it, and no gradient of the first block's input.
+    padding = batch.tokens_BT.numel() - tokens
+    engine, loss = Engine(run), loss_of(run)[0]
+    with FlopCounterMode(display=False) as counter:
+        engine.forward_backward(batch, loss)
+    counted = counter.get_total_flops() - padding * 3 * (2 * before + after)
+    assert counted == pytest.approx(wanted, rel=0.01)

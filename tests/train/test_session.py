@@ -206,8 +206,9 @@ def test_flops_of_a_step_count_documents_and_not_padding():
     counts, model = count_parameters(run.model), run.model
     after = 2 * model.d_model * (model.num_heads * model.head_dim + 3 * model.d_ff)
     body = 13 * 2 * (counts.attention + counts.mlp) - (13 - 8) * after
-    pairs = (10**2 + 3**2) / 2
-    attention = model.num_layers * 4 * model.num_heads * model.head_dim * pairs
+    # The last block's queries are those from the first loss token of a document on.
+    pairs = (model.num_layers * (10**2 + 3**2) - 5**2) / 2
+    attention = 4 * model.num_heads * model.head_dim * pairs
     head = 8 * 2 * model.vocab_size * model.d_model
     assert step_flops(run, batch) == pytest.approx(3 * (body + attention + head))
     assert step_flops(run, batch.rows(1, 2)) == 0
@@ -264,7 +265,10 @@ def test_hfu_adds_the_blocks_that_are_computed_twice(tmp_path):
     products = 2 * model.d_model * (2 * width + 2 * keys + 2 * model.d_ff)
     pairs = sum(n * n for n in lengths) / 2
     wanted = model.num_layers * (products * sum(lengths) + 4 * width * pairs)
-    # After the last attention only the tokens with a loss go on.
+    # In the last block's attention a document begins with its first token with a loss, and after it
+    # only those with one go on.
+    unasked = sum((17 - 1 - n) ** 2 for n in (16, 1, 0, 9)) + (8 - 1 - 2) ** 2 + (12 - 1 - 7) ** 2
+    wanted -= 4 * width * (unasked + (6 - 1 - 1) ** 2) / 2
     after = 2 * model.d_model * (width + 2 * model.d_ff)
     wanted -= after * (sum(lengths) - line["train/loss_tokens"])
     assert extra == pytest.approx(wanted, rel=1e-6)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from stepwell.models import block_attention
+from stepwell.models.block_attention import Doc
 from stepwell.models.collectives import all_gather, reduce_scatter
 from stepwell.models.context_attention import heads_for_tokens, ring_attention, tokens_for_heads
 from stepwell.models.layers import (
@@ -34,15 +35,22 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def attend(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens: Tensor, window: int | None
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    firsts: Tensor | None = None,
 ) -> Tensor:
     """Attention output (N, H, E). window: a token sees itself and the window - 1 tokens before it.
+    firsts (documents,): each document's first token whose output is used (None: all are); what is
+    said of tokens before it may be anything finite.
 
     On CUDA in 16 bits this is flash attention over variable lengths; in 32 bits, where that kernel
     does not exist, one masked product.
     """
     if q_NHE.device.type == "cpu":
-        return packed_attention(q_NHE, k_NKE, v_NKE, cu_seqlens, window or 0)[0]
+        return packed_attention(q_NHE, k_NKE, v_NKE, cu_seqlens, window or 0, firsts)[0]
     if q_NHE.dtype in (torch.bfloat16, torch.float16):
         return _varlen(q_NHE, k_NKE, v_NKE, cu_seqlens, window)
     return _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window)
@@ -83,16 +91,28 @@ def _masked(q_NHE, k_NKE, v_NKE, cu_seqlens, window: int | None) -> Tensor:
 # operator of its own keeps the loop opaque to torch.compile and countable.
 
 
-def _stretches(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(first token, number of documents, their length) for neighbours of equal length."""
+def _divided(
+    q: Tensor, cu_seqlens: Tensor, window: int, firsts: Tensor | None, backward: bool
+) -> tuple[list[Doc], list[Doc]]:
+    """Documents for blocks of queries, and those for torch's kernel."""
     borders = cu_seqlens.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(borders)]
-    start = 0
-    for length, run in itertools.groupby(lengths):
-        count = len(list(run))
-        if length:
-            yield start, count, length
-        start += count * length
+    wanted = [0] * (len(borders) - 1) if firsts is None else firsts.tolist()
+    docs = [
+        Doc(a, b - a, first)
+        for (a, b), first in zip(itertools.pairwise(borders), wanted, strict=True)
+        if b > a
+    ]
+    pays = lambda d: not 0 < window < d.length and block_attention.pays(q, d.length, backward)
+    return [d for d in docs if pays(d)], [d for d in docs if not pays(d)]
+
+
+def _stretches(docs: list[Doc]) -> Iterator[tuple[int, int, int]]:
+    """(first token, number of documents, their length) for neighbours of equal length."""
+    for _, run in itertools.groupby(
+        enumerate(docs), lambda x: (x[1].length, x[1].start - x[0] * x[1].length)
+    ):
+        found = [doc for _, doc in run]
+        yield found[0].start, len(found), found[0].length
 
 
 def _view(x_NHE: Tensor, start: int, count: int, length: int) -> Tensor:
@@ -111,17 +131,22 @@ def _band(length: int, window: int, q: Tensor) -> Tensor | None:
 
 @torch.library.custom_op("stepwell::packed_attention", mutates_args=(), device_types="cpu")
 def packed_attention(
-    q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, cu_seqlens: Tensor, window: int
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    cu_seqlens: Tensor,
+    window: int,
+    firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (N, H, E) and log-sum-exp (N, H); window 0 means none."""
+    """Output (N, H, E) and log-sum-exp (N, H); window 0 means none. firsts: as in `attend`."""
     out_NHE = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
     lse_NH = torch.empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE), device=q_NHE.device)
-    for stretch in _stretches(cu_seqlens):
-        q, k, v, out, lse = (_view(x, *stretch) for x in (q_NHE, k_NKE, v_NKE, out_NHE, lse_NH))
+    whole = (q_NHE, k_NKE, v_NKE, out_NHE, lse_NH)
+    in_blocks, others = _divided(q_NHE, cu_seqlens, window, firsts, backward=False)
+    block_attention.forward_packed(*whole, in_blocks)
+    for stretch in _stretches(others):
+        q, k, v, out, lse = (_view(x, *stretch) for x in whole)
         band = _band(stretch[2], window, q)
-        if band is None and block_attention.pays(q, stretch[2], backward=False):
-            block_attention.forward(q, k, v, out, lse)
-            continue
         by_head = (x.transpose(1, 2) for x in (q, k, v))
         found, found_lse = _flash(*by_head, 0.0, band is None, attn_mask=band)
         out.copy_(found.transpose(1, 2))
@@ -139,16 +164,16 @@ def packed_attention_backward(
     lse_NH: Tensor,
     cu_seqlens: Tensor,
     window: int,
+    firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     fresh = (x.new_empty(x.shape) for x in (q_NHE, k_NKE, v_NKE))
     grads = (next(fresh), next(fresh), next(fresh))
     whole = (grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, *grads)
-    for stretch in _stretches(cu_seqlens):
+    in_blocks, others = _divided(q_NHE, cu_seqlens, window, firsts, backward=True)
+    block_attention.backward_packed(grad_NHE, q_NHE, k_NKE, v_NKE, grads, in_blocks)
+    for stretch in _stretches(others):
         grad, q, k, v, out, lse, *parts = (_view(x, *stretch) for x in whole)
         band = _band(stretch[2], window, q)
-        if band is None and block_attention.pays(q, stretch[2], backward=True):
-            block_attention.backward(grad, q, k, v, tuple(parts))
-            continue
         by_head = (x.transpose(1, 2) for x in (grad, q, k, v, out, lse))
         found = _flash_backward(*by_head, 0.0, band is None, attn_mask=band)
         for part, x in zip(parts, found, strict=True):
@@ -161,50 +186,54 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 @packed_attention.register_fake
-def _(q_NHE, k_NKE, v_NKE, cu_seqlens, window):
+def _(q_NHE, k_NKE, v_NKE, cu_seqlens, window, firsts=None):
     return torch.empty_like(q_NHE, memory_format=torch.contiguous_format), q_NHE.new_empty(
         q_NHE.shape[:2], dtype=_lse_dtype(q_NHE)
     )
 
 
 @packed_attention_backward.register_fake
-def _(grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, window):
+def _(grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, window, firsts=None):
     return tuple(
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_NHE, k_NKE, v_NKE)
     )
 
 
 def _save(ctx, inputs, output):
-    q_NHE, k_NKE, v_NKE, cu_seqlens, ctx.window = inputs
+    q_NHE, k_NKE, v_NKE, cu_seqlens, ctx.window, ctx.firsts = inputs
     ctx.save_for_backward(q_NHE, k_NKE, v_NKE, *output, cu_seqlens)
 
 
 def _backward(ctx, grad_NHE, _):
     q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens = ctx.saved_tensors
     grads = packed_attention_backward(
-        grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, ctx.window
+        grad_NHE, q_NHE, k_NKE, v_NKE, out_NHE, lse_NH, cu_seqlens, ctx.window, ctx.firsts
     )
-    return *grads, None, None
+    return *grads, None, None, None
 
 
 packed_attention.register_autograd(_backward, setup_context=_save)
 
 
-# torch's counter cannot see into an operator; the causal half is what is computed.
+# torch's counter cannot see into an operator; the causal half of what is asked for is counted.
 @register_flop_formula(torch.ops.stepwell.packed_attention, get_raw=True)
-def _forward_flops(q, k, v, cu_seqlens, window, *args, **kwargs) -> int:
-    return 4 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens)
+def _forward_flops(q, k, v, cu_seqlens, window, firsts=None, *args, **kwargs) -> int:
+    return 4 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens, firsts)
 
 
 @register_flop_formula(torch.ops.stepwell.packed_attention_backward, get_raw=True)
-def _backward_flops(grad, q, k, v, out, lse, cu_seqlens, window, *args, **kwargs) -> int:
-    return 8 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens)
+def _backward_flops(
+    grad, q, k, v, out, lse, cu_seqlens, window, firsts=None, *args, **kwargs
+) -> int:
+    return 8 * q.shape[1] * q.shape[2] * _pairs(cu_seqlens, firsts)
 
 
-def _pairs(cu_seqlens: Tensor) -> int:
-    """Half of each document's square, the convention of `models/flops`."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-    return sum(length * length for length in lengths) // 2
+def _pairs(cu_seqlens: Tensor, firsts: Tensor | None) -> int:
+    """Half of each document's square, the convention of `models/flops`, less that of the part that
+    is not asked for."""
+    lengths = cu_seqlens.diff().tolist()
+    skipped = [] if firsts is None else firsts.tolist()
+    return (sum(n * n for n in lengths) - sum(n * n for n in skipped)) // 2
 
 
 class Attention(nn.Module):
@@ -231,21 +260,29 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_NHE, k_NKE = self.q_norm(q_NHE, context.tp), self.k_norm(k_NKE, context.tp)
         q_NHE, k_NKE = (apply_rope(x, context.cos, context.sin) for x in (q_NHE, k_NKE))
-        out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context)
+        firsts = context.firsts.all if active_M is None else context.firsts.active
+        out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context, firsts)
         out_NX, keys_N = out_NHE.flatten(1), context.keys_N
         if active_M is not None:
             out_NX = take_rows(out_NX, active_M)
             keys_N = None if keys_N is None else keys_N[active_M]
         return reduce_scatter(self.wo(out_NX, keys_N), context.tp)
 
-    def _attend(self, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, context: Context) -> Tensor:
+    def _attend(
+        self,
+        q_NHE: Tensor,
+        k_NKE: Tensor,
+        v_NKE: Tensor,
+        context: Context,
+        firsts: Tensor | None,
+    ) -> Tensor:
         cp, shared = context.cp, context.shared
         if shared is not None:
             q_MHE, k_MKE, v_MKE = (expand_shared(x, shared) for x in (q_NHE, k_NKE, v_NKE))
-            out_MHE = attend(q_MHE, k_MKE, v_MKE, context.cu_seqlens, self.window)
+            out_MHE = attend(q_MHE, k_MKE, v_MKE, context.cu_seqlens, self.window, firsts)
             return take_rows(out_MHE, shared.kept_N)
         if cp is None:
-            return attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window)
+            return attend(q_NHE, k_NKE, v_NKE, context.cu_seqlens, self.window, firsts)
         if cp.method == "ring":
             shares = cp.borders, cp.chunks, self.window, cp.group
             return ring_attention(q_NHE, k_NKE, v_NKE, *shares)

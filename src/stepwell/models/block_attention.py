@@ -1,4 +1,7 @@
-"""Causal attention of documents of one length as matrix products over blocks of queries.
+"""Causal attention of documents as matrix products over blocks of queries.
+
+Documents of about one length are padded to whole blocks and computed together, and blocks whose
+queries nobody asks for are left out.
 
 B documents, T tokens each, H query heads, K key/value heads, G = H/K, E head_dim, S keys seen.
 
@@ -14,16 +17,123 @@ output by three. Everything else multiplies in 16 bits with float32 sums, as the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from stepwell.models.layers import upcast
 
 QUERY_BLOCK = 64
 SCORES_BYTES = 2 * 2**20
+
+
+class Doc(NamedTuple):
+    """A document among N tokens. first: its first query whose output is wanted."""
+
+    start: int
+    length: int
+    first: int = 0
+
+
+class Part(NamedTuple):
+    """Documents to be computed together. length: of each, padded. first: a wanted query before
+    which none of them has any."""
+
+    docs: Sequence[Doc]
+    length: int
+    first: int
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the documents follow each other and need no padding."""
+        start = self.docs[0].start
+        return all(d == (start + i * self.length, self.length, d.first)
+                   for i, d in enumerate(self.docs))  # fmt: skip
+
+    def load(self, x_NHE: Tensor) -> Tensor:
+        """(B, T, H, E): a view where that is possible, else a copy with zeros at the ends, where
+        causal attention of earlier tokens does not look."""
+        if self.in_place:
+            start = self.docs[0].start
+            view = x_NHE[start : start + len(self.docs) * self.length]
+            return view.unflatten(0, (len(self.docs), self.length))
+        out = x_NHE.new_zeros(len(self.docs), self.length, *x_NHE.shape[1:])
+        for row, (start, length, _) in zip(out, self.docs, strict=True):
+            row[:length] = x_NHE[start : start + length]
+        return out
+
+    def room(self, x_NHE: Tensor) -> Tensor:
+        """As `load`, for what is written to x, which `store` puts there."""
+        if self.in_place:
+            return self.load(x_NHE)
+        return x_NHE.new_empty(len(self.docs), self.length, *x_NHE.shape[1:])
+
+    def store(self, x_NHE: Tensor, found_BTHE: Tensor) -> None:
+        if self.in_place:
+            return
+        for row, (start, length, _) in zip(found_BTHE, self.docs, strict=True):
+            x_NHE[start : start + length] = row[:length]
+
+
+def parts(docs: Sequence[Doc], num_heads: int) -> Iterator[Part]:
+    """Neighbours of one length as they are, if it is one of whole blocks; the others by padded
+    length and first wanted block, as many at a time as stay in cache."""
+    others: list[Doc] = []
+    for length, run in groupby(docs, lambda d: d.length):
+        found = list(run)
+        in_place = not _missing(length) and Part(found, length, 0).in_place
+        if in_place and not any(d.first >= QUERY_BLOCK for d in found):
+            yield Part(found, length, 0)
+        else:
+            others += found
+    key = lambda d: (d.length + _missing(d.length), d.first // QUERY_BLOCK)
+    for (length, block), same in groupby(sorted(others, key=key), key):
+        found, size = list(same), _at_once(num_heads, length)
+        for i in range(0, len(found), size):
+            yield Part(found[i : i + size], length, block * QUERY_BLOCK)
+
+
+def forward_packed(
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    out_NHE: Tensor,
+    lse_NH: Tensor,
+    docs: Sequence[Doc],
+) -> None:
+    """`forward` of documents among N tokens. Of what is not wanted the output is zero, or right,
+    and the log-sum-exp may be anything."""
+    for part in parts(docs, q_NHE.shape[1]):
+        q, k, v = (part.load(x) for x in (q_NHE, k_NKE, v_NKE))
+        out, lse = part.room(out_NHE), part.room(lse_NH)
+        if part.first:
+            out.zero_()
+        forward(q, k, v, out, lse, part.first)
+        part.store(out_NHE, out)
+        part.store(lse_NH, lse)
+
+
+def backward_packed(
+    grad_NHE: Tensor,
+    q_NHE: Tensor,
+    k_NKE: Tensor,
+    v_NKE: Tensor,
+    grads: Sequence[Tensor],
+    docs: Sequence[Doc],
+) -> None:
+    """`backward` of documents among N tokens; the gradient of outputs that are not wanted is taken
+    to be zero."""
+    for part in parts(docs, q_NHE.shape[1]):
+        grad, q, k, v = (part.load(x) for x in (grad_NHE, q_NHE, k_NKE, v_NKE))
+        found = tuple(part.room(x) for x in grads)
+        if part.first:
+            found[0][:, : part.first] = 0
+        backward(grad, q, k, v, found, part.first)
+        for whole, x in zip(grads, found, strict=True):
+            part.store(whole, x)
 
 
 def pays(q: Tensor, length: int, backward: bool) -> bool:
@@ -35,18 +145,17 @@ def pays(q: Tensor, length: int, backward: bool) -> bool:
 
 
 def forward(
-    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, out_BTHE: Tensor, lse_BTH: Tensor
+    q_BTHE: Tensor,
+    k_BTKE: Tensor,
+    v_BTKE: Tensor,
+    out_BTHE: Tensor,
+    lse_BTH: Tensor,
+    first: int = 0,
 ) -> None:
-    """Fills the output and the log-sum-exp of the scores."""
-    K, T, missing = k_BTKE.shape[2], q_BTHE.shape[1], _missing(q_BTHE.shape[1])
-    if missing:
-        q, k, v = (_padded(x, missing) for x in (q_BTHE, k_BTKE, v_BTKE))
-        out, lse = torch.empty_like(q), lse_BTH.new_empty(q.shape[:3])
-        forward(q, k, v, out, lse)
-        out_BTHE.copy_(out[:, :T])
-        lse_BTH.copy_(lse[:, :T])
-        return
-    for docs, blocks in _work(q_BTHE, K):
+    """Fills the output and the log-sum-exp of the scores, from query `first` on. T and `first` are
+    of whole blocks (`parts`)."""
+    K = k_BTKE.shape[2]
+    for docs, blocks in _work(q_BTHE, first):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
         wide_k = upcast(k)
         for block, S in blocks:
@@ -65,18 +174,11 @@ def backward(
     k_BTKE: Tensor,
     v_BTKE: Tensor,
     grads: tuple[Tensor, ...],
+    first: int = 0,
 ) -> None:
-    """Fills `grads`, shaped as q, k and v."""
-    T, missing = q_BTHE.shape[1], _missing(q_BTHE.shape[1])
-    if missing:
-        grad, q, k, v = (_padded(x, missing) for x in (grad_BTHE, q_BTHE, k_BTKE, v_BTKE))
-        found = tuple(torch.empty_like(x) for x in (q, k, v))
-        backward(grad, q, k, v, found)
-        for whole, x in zip(grads, found, strict=True):
-            whole.copy_(x[:, :T])
-        return
+    """Fills `grads`, shaped as q, k and v, but for the queries before `first`."""
     K, scale, dtype = k_BTKE.shape[2], _scale(q_BTHE), q_BTHE.dtype
-    for docs, blocks in _work(q_BTHE, K):
+    for docs, blocks in _work(q_BTHE, first):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
         wide_k = upcast(k)
         grad_k, grad_v = torch.zeros_like(wide_k), torch.zeros_like(wide_k)
@@ -99,17 +201,17 @@ def _missing(length: int) -> int:
     return -length % (QUERY_BLOCK if length > QUERY_BLOCK else 16)
 
 
-def _padded(x_BTHE: Tensor, missing: int) -> Tensor:
-    """Zeros at the end, where causal attention of earlier tokens does not look."""
-    return F.pad(x_BTHE, (0, 0, 0, 0, 0, missing))
+def _at_once(num_heads: int, length: int) -> int:
+    """How many documents' scores of one block stay in cache."""
+    return max(1, SCORES_BYTES // (4 * num_heads * min(QUERY_BLOCK, length) * length))
 
 
-def _work(q_BTHE: Tensor, K: int) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
+def _work(q_BTHE: Tensor, first: int) -> Iterator[tuple[slice, list[tuple[slice, int]]]]:
     """(documents at once, their blocks of queries with the number of keys each sees)."""
     B, T, H, _ = q_BTHE.shape
-    starts = range(0, T, QUERY_BLOCK)
+    starts = range(first, T, QUERY_BLOCK)
     blocks = [(slice(s, min(s + QUERY_BLOCK, T)), min(s + QUERY_BLOCK, T)) for s in starts]
-    num_docs = max(1, SCORES_BYTES // (4 * H * min(QUERY_BLOCK, T) * T))
+    num_docs = _at_once(H, T)
     return ((slice(b, b + num_docs), blocks) for b in range(0, B, num_docs))
 
 

@@ -43,6 +43,17 @@ class SharedPrompts(NamedTuple):
     copies: tuple[tuple[Tensor, Tensor], ...]
 
 
+class Firsts(NamedTuple):
+    """The first token of each document whose attention is used, (documents,) on the CPU; None: all
+    of them are. all: in every block; active: where active tokens alone go on."""
+
+    all: Tensor | None = None
+    active: Tensor | None = None
+
+
+EVERY = Firsts()
+
+
 class Context(NamedTuple):
     """What the tokens of a micro-batch share in every block. cos, sin (N, 1, E/2): their rotary
     angles; cu_seqlens: borders of their documents, with cp of those in the full rows, with `shared`
@@ -56,6 +67,7 @@ class Context(NamedTuple):
     cp: ContextRanks | None = None
     keys_N: Tensor | None = None
     shared: SharedPrompts | None = None
+    firsts: Firsts = EVERY
 
 
 def upcast(x: Tensor) -> Tensor:

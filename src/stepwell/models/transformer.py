@@ -19,8 +19,10 @@ from stepwell.models.attention import Attention
 from stepwell.models.axes import axes_of
 from stepwell.models.collectives import all_gather, gather_same
 from stepwell.models.layers import (
+    EVERY,
     Context,
     ContextRanks,
+    Firsts,
     Linear,
     RMSNorm,
     SharedPrompts,
@@ -74,7 +76,8 @@ class ForwardOptions:
     are then this rank's tokens, and cu_seqlens the borders in the full rows.
     keys_N: what the dropout of adapters knows this rank's tokens by (before tp divides them); None:
     nothing is dropped. noise: of the same tokens' embeddings. shared: beginnings that several
-    documents have in common (cu_seqlens are then the borders of whole documents); never with cp."""
+    documents have in common (cu_seqlens are then the borders of whole documents); never with cp.
+    firsts: what attention can leave out."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     dtype: torch.dtype = torch.float32
@@ -88,6 +91,7 @@ class ForwardOptions:
     keys_N: Tensor | None = None
     noise: Noise | None = None
     shared: SharedPrompts | None = None
+    firsts: Firsts = EVERY
 
     @property
     def narrows(self) -> bool:
@@ -188,7 +192,7 @@ class Decoder(nn.Module):
         x_ND = self._embed(inputs, options) if self.piece.first else inputs
         frequencies = rope_frequencies(self.cfg, positions_BT.device)
         cos, sin = rope_angles(positions_BT.flatten(), frequencies)
-        tokens = options.cp, options.keys_N, options.shared
+        tokens = options.cp, options.keys_N, options.shared, options.firsts
         context = Context(cos, sin, cu_seqlens, options.tp, *tokens)
         narrows = options.narrows and self.piece.last and len(self.segments) > 0
         for segment in self.segments:

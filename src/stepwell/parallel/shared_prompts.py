@@ -8,7 +8,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.shared_prompts import layout
-from stepwell.models.layers import SharedPrompts
+from stepwell.models.layers import Firsts, SharedPrompts
 from stepwell.types import TrainingError
 
 
@@ -37,3 +37,26 @@ def shared_prompts(
         x.to(device) for x in (found.expand_M, found.kept_N, found.shared_S)
     )
     return found.borders, SharedPrompts(expand_M, kept_N, shared_S, copies)
+
+
+def first_queries(
+    borders: Tensor, real_BT: Tensor, active_M: Tensor, shared: SharedPrompts | None
+) -> Firsts:
+    """What attention need not compute: padding, copies of what documents share, and in the last
+    block what comes before a document's first active token. borders: of whole documents. All are on
+    the CPU."""
+    real_N = real_BT.flatten()
+    kept_N = torch.arange(len(real_N)) if shared is None else shared.kept_N
+    whole = shared is None and bool(real_N.all())
+    every = None if whole else first_places(borders, kept_N[real_N])
+    if len(active_M) == len(real_N):
+        return Firsts(every, every)
+    return Firsts(every, first_places(borders, kept_N[active_M]))
+
+
+def first_places(borders: Tensor, places: Tensor) -> Tensor:
+    """int64 (documents,): the least of `places` in each, counted from its start; its length where
+    it has none."""
+    borders = borders.long()
+    document = torch.searchsorted(borders, places, right=True) - 1
+    return borders.diff().scatter_reduce(0, document, places - borders[document], "amin")

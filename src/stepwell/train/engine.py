@@ -20,6 +20,7 @@ from stepwell import generate as sampler
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
+from stepwell.models.layers import EVERY
 from stepwell.models.lora import LoraLinear, without_adapters
 from stepwell.models.lora_shapes import is_adapter
 from stepwell.models.neftune import Noise
@@ -43,7 +44,7 @@ from stepwell.parallel.pipeline import Pipeline, check_halves, full_shapes, piec
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE
-from stepwell.parallel.shared_prompts import shared_prompts
+from stepwell.parallel.shared_prompts import first_queries, shared_prompts
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.adapters import (
@@ -624,8 +625,11 @@ class Engine:
         cp, device = context_ranks(micro, self.mesh, self.run.layout), self.mesh.device
         cu_seqlens, shared = shared_prompts(micro, micro.cu_seqlens(), self.run, device)
         micro = local_tokens(micro, self.mesh)
-        active = micro.weights_BT.flatten().nonzero().flatten()
         num_tokens = micro.tokens_BT.numel()
+        active = micro.weights_BT.flatten().nonzero().flatten()
+        firsts = EVERY
+        if cp is None and device.type == "cpu":  # elsewhere no kernel leaves anything out
+            firsts = first_queries(cu_seqlens, micro.docs_BT >= 0, active, shared)
         options = ForwardOptions(
             needs=needs,
             dtype=dtype,
@@ -639,6 +643,7 @@ class Engine:
             keys_N=keys_N,
             noise=noise,
             shared=shared,
+            firsts=firsts,
         )
         if self.run.layout.compile:  # the number of documents changes from batch to batch
             torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
