@@ -13,10 +13,17 @@ from stepwell.train.losses import cross_entropy
 from stepwell.types import ConfigError
 from tests.layouts import MODEL
 from tests.oracle import assert_same, base_run, global_batch
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_jobs
 from tests.parallel.refusals import check_named
 
 LORA = {**MODEL, "lora.rank": 3, "lora.dora": True, "optim.lr": 0.05}
+# The last of these stages has only the head: it passes gradients on and trains nothing.
+BARE_STAGE = {
+    "layout.pp": 2,
+    "layout.pp_schedule": "interleaved-1f1b",
+    "layout.pp_stages_per_rank": 2,
+    "lora.targets": r'["blocks\\.[01]\\..*\\.w.*"]',
+}
 LAYOUTS = {
     "tensor": {"layout.tp": 2},
     "pipeline, 4 bits": {"layout.pp": 2, "lora.quantize": "nf4", "model.tied": False},
@@ -45,13 +52,20 @@ def after_a_step(settings):
     return found, answer.token_ids
 
 
+@pytest.fixture(scope="module")
+def divided():
+    return run_jobs(
+        2, **{n: (after_a_step, s) for n, s in (LAYOUTS | {"bare": BARE_STAGE}).items()}
+    )
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_state_reference_and_samples_are_those_of_one_process(name):
+def test_state_reference_and_samples_are_those_of_one_process(divided, name):
     settings = LAYOUTS[name]
     alone = {k: v for k, v in settings.items() if not k.startswith("layout.")}
     wanted, answer = after_a_step(alone)
     rounded = settings.get("precision.compute") == "bf16"
-    for found, theirs in run_ranks(after_a_step, 2, settings):
+    for found, theirs in divided[name]:
         if rounded:
             assert {n: v.dtype for n, v in found.items()} == {n: v.dtype for n, v in wanted.items()}
             # Adam's first step is the gradient's sign, which rounding may turn in B.
@@ -143,17 +157,9 @@ def test_the_other_side_of_each_limit_is_legal(settings):
     check_run(base_run(**{**LORA, **settings}), 2 if "layout.pp" in settings else 1)
 
 
-def test_a_stage_without_adapters_computes_the_same():
-    """The last of four stages has only the head: it passes gradients on and trains nothing."""
-    settings = {
-        "layout.pp": 2,
-        "layout.pp_schedule": "interleaved-1f1b",
-        "layout.pp_stages_per_rank": 2,
-        "lora.targets": r'["blocks\\.[01]\\..*\\.w.*"]',
-    }
-    alone = {"lora.targets": settings["lora.targets"]}
-    wanted, _ = after_a_step(alone)
-    for found, _ in run_ranks(after_a_step, 2, settings):
+def test_a_stage_without_adapters_computes_the_same(divided):
+    wanted, _ = after_a_step({"lora.targets": BARE_STAGE["lora.targets"]})
+    for found, _ in divided["bare"]:
         assert_same(found, wanted, 1e-6)
 
 

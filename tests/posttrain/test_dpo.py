@@ -21,7 +21,7 @@ from stepwell.train.engine import Engine
 from stepwell.train.weights import initial_weights
 from stepwell.types import ConfigError, TrainingError
 from tests import runs
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import run_jobs
 from tests.runs import MODEL, finish, killed, measured, words, write_rows
 
 BASE = {
@@ -106,7 +106,7 @@ def test_evaluation_after_training_is_against_the_first_weights(world):
     assert abs(wanted - math.log(2)) > 0.005
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_killed_twice_it_ends_as_if_undisturbed(world, kind):
     """Several epochs, so that a resume lies past an epoch's end; steps while scoring too."""
     values = {
@@ -155,9 +155,10 @@ def losses_of_ranks(folder: str, kind: str, path: str) -> list[float]:
 
 
 def test_two_ranks_train_alike(world):
-    for kind, path in (("dpo", "pairs.jsonl"), ("kto", "labelled.jsonl")):
-        wanted = losses_of_ranks(f"one-{kind}", kind, path)
-        found = run_ranks(losses_of_ranks, 2, f"two-{kind}", kind, path)
+    paths = {"dpo": "pairs.jsonl", "kto": "labelled.jsonl"}
+    jobs = {k: (losses_of_ranks, f"two-{k}", k, path) for k, path in paths.items()}
+    for kind, found in run_jobs(2, **jobs).items():
+        wanted = losses_of_ranks(f"one-{kind}", kind, paths[kind])
         assert found[0] == pytest.approx(wanted, abs=2e-5)
 
 
@@ -366,7 +367,8 @@ def test_the_alarm_may_stop_the_run_or_be_ignored(taught):
     values = {**taught, "data.path": "near.jsonl"}
     with pytest.raises(TrainingError, match="likelihood displacement"):
         train("stopped", **values, **{"method.displacement": "stop"})
-    assert len(alarms("stopped")) == 1
+    (alarm,) = alarms("stopped")
     assert len(read_metrics("stopped")) < 45
-    train("ignored", **values, **{"method.displacement": "ignore"})
+    values["train.steps"] = alarm["step"]
+    assert len(train("ignored", **values, **{"method.displacement": "ignore"})) == alarm["step"]
     assert alarms("ignored") == []

@@ -139,7 +139,10 @@ RICH = {
 
 @pytest.mark.parametrize(
     ("name", "values", "kills"),
-    [("rich", RICH, (7, 13)), ("ahead", {"method.max_staleness": 2}, (6, 15))],
+    [
+        ("rich", RICH, (7, 13)),
+        pytest.param("ahead", {"method.max_staleness": 2}, (6, 15), marks=pytest.mark.slow),
+    ],
 )
 def test_killed_twice_it_ends_as_if_undisturbed(world, name, values, kills):
     """In the middle of a rollout's updates (line 7 of steps of four), and while sampling."""

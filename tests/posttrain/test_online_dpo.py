@@ -119,6 +119,7 @@ def test_killed_twice_it_ends_as_if_undisturbed(world):
     assert read_lines(world / "broken" / "samples.jsonl") == samples[1]
 
 
+@pytest.mark.slow
 def test_killed_while_sampling_it_ends_as_if_undisturbed(world):
     long = {"method.max_new_tokens": 120, "data.seq_len": 320, "train.steps": 2}
     long |= {"checkpoint.every_steps": 1, "method.verifier": "regex:zz|[a-c]{2}"}
