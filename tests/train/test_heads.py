@@ -194,6 +194,7 @@ def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path
     lm = Engine(base_run(**{"model.tied": False}))
     lm.save(tmp_path / "lm", {}).wait()
     run = resolve(base_run(**{"method.kind": "reward", "model.tied": False,
+                              "method.objective": "classification",
                               "train.seed": 9,
                               "model.num_labels": 2,
                               "model.init": str(tmp_path / "lm")}))  # fmt: skip
@@ -207,7 +208,8 @@ def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path
         if name != "score.weight":
             torch.testing.assert_close(value, lm.full_state_dict()[name])
     engine.save(tmp_path / "rm", {}).wait()
-    again = resolve(base_run(**{"method.kind": "reward", "model.init": str(tmp_path / "rm"),
+    again = resolve(base_run(**{"method.kind": "reward", "method.objective": "classification",
+                                "model.init": str(tmp_path / "rm"),
                                 "model.tied": False}))  # fmt: skip
     assert again.model.num_labels == 2
     kept = dict(initial_weights(again.model, 11))
