@@ -30,7 +30,7 @@ def test_three_files(tmp_path, capsys):
         (("gym:",), "unknown problems 'gym:'"),
         (("gym:gcd", "--worked", "0.5"), "--worked belongs to chain-sum"),
         (("chain-sum", "--sft", "-1"), "--sft -1 must be at least 0"),
-        (("chain-sum", "--terms", "2", "2"), "found only"),
+        (("chain-sum", "--terms", "2", "2", "--sft", "90", "--prompts", "0"), "found only"),
     ],
 )
 def test_what_cannot_be_is_refused(words, said, tmp_path, capsys):
