@@ -58,11 +58,10 @@ def test_a_gym_set_passes():
 
 
 TRAPS = """
-import reasoning_gym
-
 SETS = {}
 
 def scorer(name, entry, text):
+    import reasoning_gym
     if name not in SETS:
         SETS[name] = reasoning_gym.create_dataset(name, size=1, seed=0)
     return SETS[name].score_answer(text, entry)
