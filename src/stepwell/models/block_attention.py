@@ -80,7 +80,7 @@ class Part(NamedTuple):
 
 def parts(docs: Sequence[Doc], num_heads: int) -> Iterator[Part]:
     """Neighbours of one length as they are, if it is one of whole blocks; the others by padded
-    length and first wanted block, as many at a time as stay in cache."""
+    length and first wanted block, one, two, four, ... at a time, as stay in cache."""
     others: list[Doc] = []
     for length, run in groupby(docs, lambda d: d.length):
         found = list(run)
@@ -91,9 +91,12 @@ def parts(docs: Sequence[Doc], num_heads: int) -> Iterator[Part]:
             others += found
     key = lambda d: (d.length + _missing(d.length), d.first // QUERY_BLOCK)
     for (length, block), same in groupby(sorted(others, key=key), key):
-        found, size = list(same), _at_once(num_heads, length)
-        for i in range(0, len(found), size):
-            yield Part(found[i : i + size], length, block * QUERY_BLOCK)
+        left = list(same)
+        while left:
+            most = min(len(left), _at_once(num_heads, length))
+            size = 1 << (most.bit_length() - 1)  # few shapes: `_missing`
+            yield Part(left[:size], length, block * QUERY_BLOCK)
+            left = left[size:]
 
 
 def forward_packed(
