@@ -42,7 +42,12 @@ def grpo_run(compiled: bool, dtype: str) -> Run:
         "optim.lr": 1e-5,
     }
     plain = build_run(compiled, PACKED_ROWS, dtype)
-    return Run.parse(plain.model_dump(exclude={"method"}, exclude_unset=True), method)
+    return Run.parse(
+        plain.model_dump(
+            exclude={"method": True, "train": {"global_batch_rows"}}, exclude_unset=True
+        ),
+        method,
+    )
 
 
 def main() -> None:

@@ -49,7 +49,12 @@ def ppo_run(compiled: bool, dtype: str) -> Run:
         "data.seq_len": SEQ_LEN,
     }
     plain = build_run(compiled, ANSWERS, dtype)
-    return Run.parse(plain.model_dump(exclude={"method"}, exclude_unset=True), method)
+    return Run.parse(
+        plain.model_dump(
+            exclude={"method": True, "train": {"global_batch_rows"}}, exclude_unset=True
+        ),
+        method,
+    )
 
 
 def main() -> None:
