@@ -161,6 +161,55 @@ for path in glob.glob('/proc/*/environ') + glob.glob('/proc/*/cmdline'):
     assert "pytest" not in done.stdout
 
 
+ESCAPES = [
+    "d = os.open('.', os.O_RDONLY); os.open({up!r} + 'out', 65, 0o600, dir_fd=d)",
+    "d = os.open('/usr', os.O_PATH); os.open('..' + {out!r}, 65, 0o600, dir_fd=d)",
+    "d = os.open('/', os.O_PATH); os.mkdir({out!r}[1:], dir_fd=d)",
+    "os.chdir({folder!r}); open('out', 'w')",
+    "os.fchdir(os.open({folder!r}, os.O_PATH)); open('out', 'w')",
+    "import _posixsubprocess as p\nr, w = os.pipe()\n"
+    "p.fork_exec([b'/usr/bin/touch', {out!r}], [b'/usr/bin/touch'], True, (w,), None, None, -1, "
+    "-1, -1, -1, -1, -1, r, w, True, False, 0, None, None, None, -1, None)",
+    "import subprocess\nsubprocess._fork_exec('touch', {out!r})",
+    "import ctypes\nctypes.CDLL(None).creat({out!r}.encode(), 0o600)",
+    "os.mkfifo({out!r})",
+    "class P:\n    def __fspath__(self):\n        open({out!r}, 'w')\n        return 'x'\n"
+    "os.open(P(), os.O_RDONLY)",
+    "class S(str):\n    def split(self, *a): open({out!r}, 'w')\n    startswith = split\n"
+    "open(S('/etc/passwd'))",
+    "import threading\n"
+    "def busy():\n    while True: os.scandir('a/' * 200)\n"
+    "for _ in range(3): threading.Thread(target=busy, daemon=True).start()\n"
+    "for _ in range(20000):\n    try: open({out!r}, 'w')\n    except OSError: pass",
+]
+
+
+@pytest.mark.parametrize("code", ESCAPES)
+def test_no_escape_by_plain_python(sandbox, tmp_path, code):
+    out = tmp_path / "out"
+    places = {"up": "../" * 9 + str(tmp_path)[1:] + "/", "out": str(out), "folder": str(tmp_path)}
+    sandbox.run(Program("import os\n" + code.format(**places)), replace(LIMITS, wall_s=2.0))
+    assert not out.exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_programs_do_with_files_and_folders(sandbox):
+    code = """
+import os, pathlib, shutil, subprocess, tempfile
+with tempfile.TemporaryDirectory(dir='.') as folder:
+    pathlib.Path(folder, 'x').write_text('1')
+    os.mkdir(folder + '/y')
+    shutil.copytree(folder, 'copy')
+    shutil.move('copy/x', 'z')
+shutil.rmtree(pathlib.Path('copy'))
+with tempfile.TemporaryFile(dir='.') as file:
+    file.write(b'x')
+print(os.listdir('.'))
+"""
+    done = sandbox.run(Program(code))
+    assert done.stdout == "['z']\n", done.stderr
+
+
 def test_no_inherited_files(sandbox):
     code = """
 import os

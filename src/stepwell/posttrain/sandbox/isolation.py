@@ -9,7 +9,11 @@ import ctypes
 import os
 import platform
 import resource
+import shutil
 import sys
+import tempfile
+import threading
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,16 +157,15 @@ def without_privileges() -> None:
     checked(libc().capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
 
 
-def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | None) -> None:
+def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int) -> None:
     limits = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_NOFILE, 128),
+        (resource.RLIMIT_NPROC, processes),
     ]
-    if processes is not None:
-        limits.append((resource.RLIMIT_NPROC, processes))
     for kind, value in limits:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -171,54 +174,129 @@ def set_limits(cpu_s: int, memory_bytes: int, file_bytes: int, processes: int | 
 
 REFUSED = (
     "socket.", "subprocess.", "os.system", "os.fork", "os.exec", "os.spawn", "os.posix_spawn",
-    "os.kill", "signal.pthread_kill", "ctypes.", "os.chroot", "os.setxattr", "pty.", "syslog.",
-    "resource.setrlimit", "resource.prlimit",
+    "os.kill", "signal.pthread_kill", "ctypes.", "os.chroot", "os.chdir", "os.fchdir",
+    "os.setxattr", "pty.", "syslog.", "resource.setrlimit", "resource.prlimit",
 )  # fmt: skip
 WRITES = (
     "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate",
     "os.chmod", "os.chown", "os.utime", "shutil.",
 )  # fmt: skip
+# Where an event says which open folder a path is relative to.
+FOLDERS = {
+    "os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.symlink": 2, "os.chmod": 2, "os.chown": 3,
+    "os.utime": 3, "os.rename": 2, "os.link": 2,
+}  # fmt: skip
+# They reach the system without an event.
+UNHEARD_MODULES = ("_posixsubprocess", "ctypes", "_ctypes", "_ctypes_test", "_testcapi")
+UNHEARD = (
+    "mkfifo", "mknod", "unshare", "setns", "pidfd_open", "setuid", "setgid", "setresuid",
+    "setresgid", "setreuid", "setregid", "seteuid", "setegid", "setgroups", "setpriority", "nice",
+)  # fmt: skip
+TWO_PATHS = ("os.rename", "os.link", "os.symlink")
+SLACK = 64  # processes and threads that others of the same user may start meanwhile
+
+
+def tasks_of_this_user() -> int:
+    """Processes and threads, which is what RLIMIT_NPROC counts."""
+    uid, count = os.getuid(), 0
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:  # it has ended
+            continue
+    return count
 
 
 def refuse_by_audit(folder: str, readable: Sequence[str]) -> None:
     """What Python code may not do where there are no namespaces: sockets, processes, signals, and
-    files outside `folder` (reading: outside `readable` too). It holds back Python code that goes
-    through the interpreter, not machine code."""
+    files outside `folder` (reading: outside `readable` too). It holds back code that does not set
+    out to escape; it is no security boundary."""
     folder = os.path.realpath(folder)
     writable = (folder,)
     legible = (folder, "/dev", *(os.path.realpath(path) for path in readable))
+    realpath, is_folder, busy = os.path.realpath, os.path.isdir, threading.local()
+
+    def plain(path: Any) -> Any:
+        """Without the methods of a program's own class, which would run unheard."""
+        if isinstance(path, str):
+            return str.__str__(path)
+        if isinstance(path, bytes):
+            return os.fsdecode(bytes.__getitem__(path, slice(None)))
+        return path if path is None or type(path) is int else ""
 
     def within(path: Any, places: Sequence[str]) -> bool:
-        if isinstance(path, int):
+        if isinstance(path, int) or path is None:
             return True
-        full = os.path.realpath(os.fsdecode(path))
-        return any(full == place or full.startswith(place + os.sep) for place in places)
+        full = realpath(path)
+        inside = any(full == place or full.startswith(place + os.sep) for place in places)
+        # An open folder could make the next path, which is seen without it, mean another place.
+        climbs = not os.path.isabs(path) and ".." in path.split(os.sep)
+        return bool(path) and inside and not climbs
 
-    busy = False
+    def is_allowed(event: str, values: tuple[Any, ...]) -> bool:
+        if event == "open":
+            path, mode, flags = plain(values[0]), values[1], values[2]
+            writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
+            writes = writes or (isinstance(mode, str) and any(c in mode for c in "wax+"))
+            # With a mode it is `io.open`, which keeps no folder open.
+            if mode is None and isinstance(path, str) and is_folder(path):
+                raise IsADirectoryError(f"a folder is refused in the sandbox: {path!r}")
+            return within(path, writable if writes else legible)
+        if event in ("os.listdir", "os.scandir"):
+            return within(plain(values[0]), legible)
+        after = FOLDERS.get(event)
+        if after is not None and any(fd not in (-1, None) for fd in values[after:]):
+            return False
+        names = values if after is None else values[: 2 if event in TWO_PATHS else 1]
+        names = [v for v in names if v is not None and not isinstance(v, int | float | tuple)]
+        return all(within(plain(name), writable) for name in names if not callable(name))
 
     def hook(event: str, values: tuple[Any, ...]) -> None:
-        nonlocal busy
-        if busy:  # what this hook itself does
+        if getattr(busy, "now", False):  # what this hook itself does
             return
+        if event == "import" and str.__str__(values[0]).rpartition(".")[2] in UNHEARD_MODULES:
+            raise ImportError(f"{values[0]} is refused in the sandbox")
         if event.startswith(REFUSED):
             raise PermissionError(f"{event} is refused in the sandbox")
         if event not in ("open", "os.listdir", "os.scandir") and not event.startswith(WRITES):
             return
-        busy = True
+        # These are a program's own methods, and heard.
+        values = tuple(os.fspath(v) if isinstance(v, os.PathLike) else v for v in values)
+        busy.now = True
         try:
-            if event == "open":
-                path, mode, flags = values
-                writes = bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))
-                writes = writes or (isinstance(mode, str) and any(c in mode for c in "wax+"))
-                allowed = path is None or within(path, writable if writes else legible)
-            elif event in ("os.listdir", "os.scandir"):
-                allowed = values[0] is None or within(values[0], legible)
-            else:
-                names = [v for v in values if isinstance(v, str | bytes)]
-                allowed = all(within(name, writable) for name in names)
+            allowed = is_allowed(event, values)
         finally:
-            busy = False
+            busy.now = False
         if not allowed:
-            raise PermissionError(f"{event} of {values[0]!r} is refused in the sandbox")
+            raise PermissionError(f"{event} of {plain(values[0])!r} is refused in the sandbox")
 
+    _take_away()
     sys.addaudithook(hook)
+
+
+def _take_away() -> None:
+    """What raises no event. `subprocess` can still be imported (asyncio does), and starts none."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("processes are refused in the sandbox")
+
+    for name in list(sys.modules):
+        if name.partition(".")[0] in UNHEARD_MODULES:
+            del sys.modules[name]
+    globals().pop("ctypes", None)
+    stub = types.ModuleType("_posixsubprocess")
+    stub.fork_exec = refuse  # type: ignore[attr-defined]
+    sys.modules["_posixsubprocess"] = stub
+    started = sys.modules.get("subprocess")
+    if started is not None:
+        started._fork_exec = refuse  # type: ignore[attr-defined]
+    # Folders cannot be opened.
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]
+    tempfile._O_TMPFILE_WORKS = False  # type: ignore[attr-defined]
+    for name in UNHEARD:
+        for module in (os, sys.modules["posix"]):
+            if hasattr(module, name):
+                delattr(module, name)

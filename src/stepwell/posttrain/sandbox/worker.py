@@ -282,7 +282,9 @@ def _confine(job: dict[str, Any], level: str, folder: str | None) -> None:
     """folder: of an untrusted process; where there are no namespaces it is refused the rest."""
     if level == "namespaces":
         isolation.without_privileges()
-    processes = job["processes"] + OURS if level == "namespaces" else None
+    processes = job["processes"] + OURS
+    if level != "namespaces":  # the limit counts all that this user has, and spares root
+        processes += isolation.tasks_of_this_user() + isolation.SLACK
     isolation.set_limits(job["cpu_s"], job["memory_bytes"], job["file_bytes"], processes)
     if level != "namespaces" and folder is not None:
         isolation.refuse_by_audit(folder, (sys.base_prefix, sys.base_exec_prefix))
