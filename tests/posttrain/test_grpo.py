@@ -83,6 +83,36 @@ def objective_at_ratio_one(samples: list[dict[str, Any]], group_size: int) -> fl
     return total / count
 
 
+EVEN = """
+def even(prompts, completions):
+    return [None if len(c) % 2 else len(c) / 10 for c in completions]
+
+def none(prompts, completions, **_):
+    return [None] * len(completions)
+"""
+
+
+def test_answers_without_a_reward_carry_no_loss(world):
+    """They are in no denominator, and have no entropy and no divergence term."""
+    (world / "even.py").write_text(EVEN)
+    values = settings("grpo", "unscored", **{"train.steps": 2, "method.self_test": False})
+    values |= {"method.verifier": "python:even.py:even", "method.importance_cap": 0.0}
+    values |= {"precision.compute": "fp32", "method.group_size": 4, "method.entropy_coef": 0.01}
+    assert main(words("grpo", values)) == 0
+    samples = sampled(world / "unscored")
+    assert len({row["trained"] for row in samples}) == 2
+    for number, line in enumerate(measured(world / "unscored")):
+        rows = samples[8 * number : 8 * number + 8]
+        assert [row["trained"] for row in rows] == [row["reward"] is not None for row in rows]
+        known = [row for row in rows if row["trained"]]
+        assert line["train/loss_tokens"] == sum(row["num_tokens"] for row in known)
+        assert line["reward/not_applicable"] == 8 - len(known)
+    values |= {"method.verifier": "python:even.py:none", "dir": "none"}
+    assert main(words("grpo", values)) != 0
+    events = read_lines(world / "none" / "events.jsonl")
+    assert [e["rollout"] for e in events if e["event"] == "empty_rollout"] == [0, 1, 2]
+
+
 def test_shown_numbers_and_old_logprobs_of_several_updates(world):
     """With two updates a rollout the ratio is 1 at the first and no longer at the second."""
     values = settings("grpo", "two", **{"method.updates_per_rollout": 2, "train.steps": 8})

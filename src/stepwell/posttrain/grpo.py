@@ -43,6 +43,7 @@ from stepwell.posttrain.sampled import (
     prompt_numbers,
     rollout_metrics,
     step_prompts,
+    without_answers,
 )
 from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Agreement, Gauge
@@ -142,7 +143,7 @@ def _train(
     if fresh:
         write(samples, start, greedy().groups, greedy=True)
     mine = lambda number: [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
-    warned, overopt = False, Overopt(session, rewards, place.overopt)
+    warned, empty, overopt = False, 0, Overopt(session, rewards, place.overopt)
     overopt.check_stopped()
     session.pause()
     with rollout_stream(session, mine, rewards, tokenizer, environment) as stream:
@@ -165,9 +166,16 @@ def _train(
             if method.over_budget == "raise":
                 more["kl/coef"] = coef
             held = method.model_copy(update={"kl_coef": coef})
+            # Without a reward there is no advantage, and no place in the denominator either.
+            answers = [a for a in with_advantages(answers, held) if a.reward is not None]
+            empty = 0 if answers else empty + 1
+            if not answers:
+                without_answers(session, place.rollouts, empty)
+                refilled = place.refilled + drawn.num_refilled
+                place = replace(place, rollouts=place.rollouts + 1, refilled=refilled)
+                continue
             if method.updates_per_rollout * num_parts(answers, method) > 1:
                 answers = scored(answers, OLD, engine, run, pad_id, mesh)
-            answers = with_advantages(answers, held)
             lengths = [num_trained(answer, method) for answer in answers]
             divisors = denominators(method, lengths, num_parts(answers, method))
             seed, action = [run.train.seed, place.rollouts], ""
@@ -194,8 +202,7 @@ def _train(
                 overopt.state(),
                 overopt.next_coef(coef),
             )
-            write(samples, engine.step, drawn.kept, greedy=False, trained=True)
-            write(samples, engine.step, drawn.thrown, greedy=False, trained=False)
+            write_sampled(samples, engine.step, drawn, method)
             if session.finished:
                 write(samples, engine.step, greedy().groups, greedy=True)
                 session.pause()
@@ -284,3 +291,14 @@ def write(samples: LineFile | None, step: int, groups: Sequence[Group], **more: 
     if samples is not None:
         for row in Rollouts(tuple(groups)).rows():
             samples.write({"step": step, **more, **row})
+
+
+def write_sampled(samples: LineFile | None, step: int, drawn: Drawn, method: GRPO) -> None:
+    """What was sampled to train on; trained: whether an answer carried a loss."""
+    if samples is None:
+        return
+    for groups, kept in ((drawn.kept, True), (drawn.thrown, False)):
+        for row in Rollouts(tuple(groups)).rows():
+            masked = method.overlong == "mask" and row["finish_reason"] == "length"
+            trained = kept and row["reward"] is not None and not masked
+            samples.write({"step": step, "greedy": False, "trained": trained, **row})

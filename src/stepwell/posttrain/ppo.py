@@ -46,6 +46,7 @@ from stepwell.posttrain.sampled import (
     open_samples,
     prompt_numbers,
     rollout_metrics,
+    without_answers,
 )
 from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Gauge
@@ -55,10 +56,7 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session, join, open_session
 from stepwell.train.weights import check_tokenizer, require_model, with_head
-from stepwell.types import ConfigError, TrainingError
-
-# Rollouts in a row without a single reward, after which going on makes no sense.
-MAX_EMPTY = 3
+from stepwell.types import ConfigError
 
 
 def ppo(
@@ -169,7 +167,7 @@ def _train(
         answers = [a for a in answers_of(rollouts) if a.reward is not None and a.num_trained]
         empty = 0 if answers else empty + 1
         if not answers:
-            _without_answers(session, number, empty)
+            without_answers(session, number, empty)
             continue
         more = headline(rollouts, rewards) | stream.metrics(mine)
         answers = ask(answers, engine, critic, reference, pad_id)
@@ -278,16 +276,6 @@ def write(samples: LineFile | None, step: int, rollouts: Rollouts, **more: Any) 
     if samples is not None:
         for row in rollouts.rows():
             samples.write({"step": step, **more, **row})
-
-
-def _without_answers(session: Session, num_rollouts: int, in_a_row: int) -> None:
-    """Raises TrainingError for the third rollout in a row that teaches nothing."""
-    session.log.event("empty_rollout", session.engine.step, rollout=num_rollouts)
-    if in_a_row >= MAX_EMPTY:
-        raise TrainingError(
-            f"{in_a_row} rollouts in a row have no answer with a reward; mend the rewards: the "
-            "same command goes on from the last checkpoint"
-        )
 
 
 def _tell_memory(

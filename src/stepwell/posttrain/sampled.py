@@ -28,6 +28,8 @@ RIGHT = 0.99
 # Refills take their prompts in another order.
 REFILL_SEED = 1 << 20
 NUM_FIXED = 8
+# Rollouts in a row without an answer to learn from that are borne, less one.
+MAX_EMPTY = 3
 
 
 # --- prompts -----------------------------------------------------------------------------------
@@ -134,7 +136,8 @@ def rollout_metrics(
     return {
         **({"reward/mean": sum(rewards) / len(rewards)} if rewards else {}),
         **({} if right is None else {"reward/accuracy": right}),
-        "reward/dead_groups": dead_share(groups),
+        # An answer alone is equal to all others of its group.
+        **({"reward/dead_groups": dead_share(groups)} if any(len(g) > 1 for g in groups) else {}),
         "reward/not_applicable": len(rows) - len(rewards),
         "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
         "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
@@ -150,6 +153,16 @@ def accuracy(rows: Sequence[Mapping[str, Any]], terms: Sequence[RewardTerm]) -> 
     scores = [[s for name in names if (s := row["scores"].get(name)) is not None] for row in rows]
     right = [min(found) >= RIGHT for found in scores if found]
     return sum(right) / len(right) if right else None
+
+
+def without_answers(session: Session, num_rollouts: int, in_a_row: int) -> None:
+    """Raises TrainingError for the third rollout in a row that teaches nothing."""
+    session.log.event("empty_rollout", session.engine.step, rollout=num_rollouts)
+    if in_a_row >= MAX_EMPTY:
+        raise TrainingError(
+            f"{in_a_row} rollouts in a row have no answer with a reward; mend the rewards: the "
+            "same command goes on from the last checkpoint"
+        )
 
 
 # --- samples.jsonl -----------------------------------------------------------------------------
