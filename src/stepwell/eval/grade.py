@@ -45,13 +45,24 @@ def answer_seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
 
 def required_columns(verifier: Verifier) -> list[str]:
     """The columns that a verifier takes by name and has no default for."""
-    try:
-        parameters = list(inspect.signature(verifier).parameters.values())
-    except (TypeError, ValueError):  # some callables written in C have none to be seen
-        return []
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     # The first two are the prompts and the completions.
-    return [p.name for p in parameters[2:] if p.kind in by_name and p.default is p.empty]
+    later = _parameters(verifier)[2:]
+    return [p.name for p in later if p.kind in by_name and p.default is p.empty]
+
+
+def columns_for(verifier: Verifier, row: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """A row's columns as the verifier takes them; those that are named like its first two
+    parameters (`prompts`, `completions`) are left out."""
+    taken = [p.name for p in _parameters(verifier)[:2]] or ["prompts", "completions"]
+    return {name: [value] for name, value in row.items() if name not in taken}
+
+
+def _parameters(verifier: Verifier) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(verifier).parameters.values())
+    except (TypeError, ValueError):  # some callables written in C have none to be seen
+        return []
 
 
 def check_columns(verifier: Verifier, prompts: Sequence[Prompt]) -> None:
@@ -74,7 +85,7 @@ class Verdict:
 
     Of a reward of several dimensions: scores, each one's own (None as above); failures, of those
     whose grader failed; details, of each. disagreement: the standard deviation of several reward
-    models about the answer, in the reward's unit.
+    models about the answer, in the reward's unit; members: the scores of each of them.
     """
 
     reward: float | None
@@ -84,6 +95,7 @@ class Verdict:
     failures: Mapping[str, str] = field(default_factory=dict)
     details: Mapping[str, str] = field(default_factory=dict)
     disagreement: float | None = None
+    members: tuple[float, ...] = ()
 
 
 def verify_each(
@@ -102,7 +114,7 @@ def verify_each(
         raise ConfigError("verifiers run in the main thread: elsewhere they could not be stopped")
     verdicts = []
     for prompt, text, row in zip(prompts, completions, rows, strict=True):
-        columns = {name: [value] for name, value in row.items()}
+        columns = columns_for(verifier, row)
         try:
             with _time_limit(timeout_s):
                 scores = verifier([prompt], [text], **columns)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from stepwell.eval.grade import Verdict, one_verdict, required_columns, verify_each
+from stepwell.eval.grade import Verdict, columns_for, one_verdict, required_columns, verify_each
 from stepwell.posttrain.verifiers.find import find_verifier
 from stepwell.types import StepwellError
 
@@ -88,7 +88,7 @@ async def _grade_one(
     verifier: Callable[..., Any], timeout_s: float, connection: Connection, item: Item
 ) -> None:
     number, prompt, text, row = item
-    columns = {name: [value] for name, value in row.items()}
+    columns = columns_for(verifier, row)
     try:
         async with asyncio.timeout(timeout_s) as limit:
             verdict = one_verdict(await verifier([prompt], [text], **columns))

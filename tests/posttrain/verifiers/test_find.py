@@ -1,5 +1,6 @@
 import pytest
 
+from stepwell.eval.grade import Verdict, columns_for, verify_each
 from stepwell.posttrain.verifiers.exact import exact, regex
 from stepwell.posttrain.verifiers.find import find_verifier
 from stepwell.posttrain.verifiers.gym import gym, gym_rows
@@ -26,6 +27,52 @@ from stepwell.types import ConfigError
         ("answer: 007", "7", 1.0),
         ("answer: $3.50", "3.5", 1.0),
         ("answer: 4" + "2" * 40, "42", 0.0),
+        ("answer: .1", "1", 0.0),
+        ("answer: .5", "5", 0.0),
+        ("answer: 5", ".5", 0.0),
+        ("answer: 0.5", ".5", 1.0),
+        ("answer: -.5", "-0.50", 1.0),
+        ("so it is .5.", "0.5", 1.0),
+        ("answer: 1/2", "0.5", 1.0),
+        ("answer: 0.5", "1/2", 1.0),
+        ("answer: 1/2", "2", 0.0),
+        ("1/2", "2", 0.0),
+        ("answer: 1/0", "0", 0.0),
+        ("so x = 1e3", "3", 0.0),
+        ("so x = 1e3", "1000", 1.0),
+        ("answer: 1.5e-3", "0.0015", 1.0),
+        ("10^3", "3", 0.0),
+        ("answer: 10^3", "3", 0.0),
+        ("answer: 10^{-3}", "-3", 0.0),
+        ("10^{-3}", "-3", 0.0),
+        ("answer: \u22123", "-3", 1.0),
+        ("answer: \u22123", "3", 0.0),
+        ("so \u22123", "-3", 1.0),
+        ("answer: 5-3", "-3", 0.0),
+        ("5-3", "-3", 0.0),
+        ("5 - 3", "3", 0.0),
+        ("answer: 5 - x", "5", 0.0),
+        ("answer: x - 3", "3", 0.0),
+        ("answer: 2*x", "2", 0.0),
+        ("answer: x2", "2", 0.0),
+        ("answer: - 3", "-3", 1.0),
+        ("answer: Paris or 5 or Paris", "5", 0.0),
+        ("answer: either 5", "5", 0.0),
+        ("answer: \\boxed{5}", "5", 1.0),
+        ("so \\boxed{-5}.", "-5", 1.0),
+        ("<answer>5</answer>", "5", 1.0),
+        ("answer: **5**", "5", 1.0),
+        ("answer: ** 5 **", "5", 1.0),
+        ("answer: $5$", "5", 1.0),
+        ("answer: about 5kg", "5", 1.0),
+        ("answer: 50%", "50", 1.0),
+        ("answer: 3x", "3", 0.0),
+        ("answer: -$5", "-5", 1.0),
+        ("3+4=7", "7", 1.0),
+        ("3+4=7\n7-2=5\nanswer: 5", "5", 1.0),
+        ("3+4=7\n7-2=5", "5", 1.0),
+        ("answer: 1e99999", "1", 0.0),
+        ("answer: " + "9" * 5000, "9", 0.0),
     ],
 )
 def test_exact(text, truth, reward):
@@ -34,6 +81,18 @@ def test_exact(text, truth, reward):
 
 def test_not_applicable_is_not_zero():
     assert exact(["", ""], ["1", "2"], answer=[None, "1"]) == [None, 0.0]
+
+
+def test_columns_may_be_named_like_what_a_verifier_takes():
+    row = {"answer": "5", "prompts": "a", "completions": ["b"], "pattern": "c"}
+    for verifier in (exact, regex("5")):
+        assert verify_each(verifier, ["p"], ["answer: 5"], [row]) == [Verdict(1.0)]
+
+    def own(questions, answers, completions):
+        return [float(len(completions[0]))]
+
+    assert verify_each(own, ["p"], ["5"], [row | {"questions": 1}])[0].failure == "error"
+    assert columns_for(own, {"completions": 1, "answers": 2}) == {"completions": [1]}
 
 
 def test_regex():

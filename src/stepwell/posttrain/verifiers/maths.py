@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepwell.eval.grade import Verifier
-from stepwell.posttrain.verifiers.exact import ANSWER, NUMBER, same_text
+from stepwell.posttrain.verifiers.exact import ALTERNATIVES, ANSWER, MINUS, same_text
 from stepwell.types import ConfigError
 
 INLINE = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-ALTERNATIVES = re.compile(r"\bor\b|;|\bmaybe\b|\beither\b", re.IGNORECASE)
+NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 LONGEST_ANSWER = 1000
 
 
@@ -53,7 +53,7 @@ def maths_answers(
 def _is_right(text: str, truth: str) -> bool:
     from math_verify import verify
 
-    truth = boxed(truth) or truth
+    text, truth = text.translate(MINUS), (boxed(truth) or truth).translate(MINUS)
     given = final_formula(text)
     if given is None or len(given) > LONGEST_ANSWER:
         return False

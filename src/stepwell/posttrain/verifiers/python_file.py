@@ -48,10 +48,10 @@ def _with_its_columns(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function
-    known = {p.name for p in parameters}
+    known = {p.name for p in list(parameters)[2:]}
 
     @functools.wraps(function)
-    def call(prompts: Any, completions: Any, **columns: Any) -> Any:
+    def call(prompts: Any, completions: Any, /, **columns: Any) -> Any:
         passed = {name: value for name, value in columns.items() if name in known}
         return function(prompts, completions, **passed)
 
