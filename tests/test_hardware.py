@@ -9,12 +9,14 @@ from stepwell import hardware
 from stepwell.hardware import (
     ACCELERATORS,
     GIB,
+    Device,
     accelerator,
     detect,
     live_tensor_bytes,
     match_accelerator,
     measure_peak_allocated,
     measured_peak_flops,
+    peak_flops_per_s,
 )
 from stepwell.types import ConfigError
 
@@ -93,6 +95,12 @@ def test_detect_describes_this_machine():
         assert device.num_threads == torch.get_num_threads()
         assert device.accelerator is None
     assert hardware.software_versions()["torch"] == torch.__version__
+
+
+def test_fp64_is_measured_on_any_device(cache):
+    peak, source = peak_flops_per_s(Device("cpu", "x", 1, 1, accelerator("h100-sxm")), "fp64")
+    assert peak > 1e6
+    assert source.startswith("fastest measured fp64 matmul")
 
 
 def test_measured_peak_is_cached_by_machine_threads_and_torch(cache):

@@ -184,8 +184,10 @@ def detect() -> Device:
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> tuple[float, str]:
-    """The denominator of MFU for one device, and where it comes from (to be shown beside it)."""
-    if device.accelerator is not None:
+    """The denominator of MFU for one device, and where it comes from (to be shown beside it).
+
+    fp64 is measured: tables of accelerators have no figure for it."""
+    if device.accelerator is not None and dtype != "fp64":
         row = device.accelerator
         return row.peak_flops_per_s(dtype), f"{row.name} dense {dtype}, {row.source}"
     peak = measured_peak_flops(dtype, device=device.kind)
@@ -258,11 +260,16 @@ def measured_peak_flops(dtype: str, device: str = "cpu", refresh: bool = False) 
 
     Kept in the user's cache under the device's name, the threads and torch's version; `refresh`
     measures again. On a busy machine the figure is low, and an MFU over it high.
-    Raises ConfigError for a dtype other than bf16, fp16 and fp32.
+    Raises ConfigError for a dtype other than bf16, fp16, fp32 and fp64.
     """
     import torch
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtypes = {
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "fp32": torch.float32,
+        "fp64": torch.float64,
+    }
     if dtype not in dtypes:
         raise ConfigError(f"cannot measure {dtype!r} matmuls; choose {', '.join(dtypes)}")
     name = cpu_name() if device == "cpu" else torch.cuda.get_device_name()

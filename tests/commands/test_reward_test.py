@@ -45,6 +45,20 @@ def test_a_scorer_that_junk_satisfies(rows, tmp_path, capsys):
     assert "gives 1 to junk" in err
 
 
+def test_a_grader_that_always_fails(rows, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "async def f(prompts, completions): return 1 / 0\n"
+        "async def g(texts, answers, **columns): return [float(answers[0] == 'answer: 3')]\n"
+    )
+    assert main(["reward-test", f"python:{tmp_path}/mine.py:f", rows]) == 3
+    out, err = capsys.readouterr()
+    assert out.count("warning: reward 'reward': the grader fails on 4 rows") == 1
+    assert "the first failure is error: ZeroDivisionError: division by zero" in err
+    assert main(["reward-test", f"python:{tmp_path}/mine.py:g", rows, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [answer["score"] for answer in answers] == [1, 0, 0, 0, 0]
+
+
 def test_a_penalty(rows, capsys):
     assert main(["reward-test", "repetition:2", rows]) == 0
     assert "junk is not tried" in capsys.readouterr().out

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 @dataclass
 class RewardTest:
     """Tries a reward's source on rows: on the answers that they hold, on what they say is right,
-    and on junk. Fails (exit code 2) if junk scores what a right answer does."""
+    and on junk. Fails (exit code 2) if junk scores what a right answer does, and (3) if the grader
+    fails on everything."""
 
     source: tyro.conf.Positional[str]
     """exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET, overlong:LIMIT:CACHE,
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         }
         print(json.dumps(result) if options.json else "\n".join(result_lines(result, findings)))
         require_no_refusal(findings, rewards)
+        require_a_score(answers, findings)
     finally:
         rewards.close()
     return 0
@@ -137,6 +139,20 @@ def scored_answers(rewards: Any, prompts: Sequence[Prompt]) -> list[dict[str, An
         }
         for (prompt, text), verdict in zip(asked, verdicts, strict=True)
     ]
+
+
+def require_a_score(answers: Sequence[dict[str, Any]], findings: Sequence[Finding]) -> None:
+    """Raises DataError if the grader failed on everything that it was tried on."""
+    failures = [f"{a['failure']}: {a['detail']}" for a in answers if a["failure"]]
+    failures += [finding.failure for finding in findings if finding.num_failures]
+    all_of_them = all(a["failure"] for a in answers) and all(
+        finding.num_failures == len(finding.scores) for finding in findings
+    )
+    if failures and all_of_them:
+        raise DataError(
+            f"the grader failed on all {counted(len(answers), 'answer')} and on all junk, so a run "
+            f"could learn nothing; the first failure is {failures[0]}"
+        )
 
 
 def result_lines(result: dict[str, Any], findings: Sequence[Finding]) -> list[str]:

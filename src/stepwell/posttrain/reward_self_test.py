@@ -56,7 +56,8 @@ class Junk:
 class Finding:
     """What a junk string scored in one dimension, on the rows where it was tried: scores as given
     (None: not applicable, or failed), right: what the row's own answer scores, None if not known.
-    hits: on how many rows it scored as much as a right answer."""
+    hits: on how many rows it scored as much as a right answer. failure: how the grader failed on
+    the first row where it did."""
 
     dimension: str
     junk: str
@@ -67,6 +68,7 @@ class Finding:
     hits: int
     num_failures: int
     refused: bool
+    failure: str = ""
 
 
 def self_test(
@@ -93,7 +95,8 @@ def require_no_refusal(findings: Sequence[Finding], rewards: Rewards) -> None:
 def try_at_start(
     session: Session, rewards: Rewards, prompts: Sequence[Prompt], tokenizer: Tokenizer
 ) -> None:
-    """Before a run's first step, unless method.self_test is off; what it reports are events.
+    """Before a run's first step, unless method.self_test is off; what it reports are events, and so
+    are the rewards' warnings at every start.
 
     Raises DataError for prompts without a column that a dimension requires, and what `self_test`
     does.
@@ -101,9 +104,10 @@ def try_at_start(
     rewards.check_columns(prompts)
     method = session.engine.run.method
     assert isinstance(method, SampledMethod)
-    if session.extra is not None or not method.self_test:
-        return
-    for text in self_test(rewards, prompts, tokenizer, method.max_new_tokens):
+    found = rewards.warnings
+    if session.extra is None and method.self_test:
+        found = self_test(rewards, prompts, tokenizer, method.max_new_tokens)
+    for text in found:
         session.log.event("reward_warning", text=text)
 
 
@@ -244,6 +248,7 @@ def _findings(
                 len(reached),
                 sum(bool(v.failure) for _, v, _ in of_name),
                 bool(reached) and counts and not dimension.scorer.is_model,
+                next((f"{v.failure}: {v.detail}" for _, v, _ in of_name if v.failure), ""),
             )
         )
     return found
@@ -290,10 +295,16 @@ def reports(findings: Sequence[Finding], rewards: Rewards) -> list[str]:
             )
         if kind == "python" and all(score is None for score in right):
             found.append(f"{name}: no row says what is right, so junk was only seen to be scored")
+        failed = [finding for finding in own if finding.num_failures]
+        if failed:
+            first, others = failed[0], len(failed) - 1
+            more = f", and with {others} other strings" if others else ""
+            found.append(
+                f"{name}: the grader fails on {first.num_failures} rows with junk ({first.junk}: "
+                f"{_shown(first.text)}){more}; the first failure is {first.failure}"
+            )
         for finding in own:
             junk = f"junk ({finding.junk}: {_shown(finding.text)})"
-            if finding.num_failures:
-                found.append(f"{name}: the grader fails on {finding.num_failures} rows with {junk}")
             if finding.hits and not finding.refused:
                 found.append(
                     f"{name}: {junk} scores as a right answer on {finding.hits} of "
