@@ -1,16 +1,20 @@
+from contextlib import nullcontext
+
 import pytest
 
+from stepwell.posttrain.grpo import check_signs
 from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     accuracy,
     check_failures,
+    check_sampled,
     dealt,
     fixed_prompts,
     prompt_numbers,
     rollout_metrics,
 )
-from stepwell.sections.methods import RewardTerm
-from stepwell.types import TrainingError
+from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.types import ConfigError, TrainingError
 from tests.posttrain.policy_cases import some_rollouts
 
 TERMS = [
@@ -80,3 +84,35 @@ def test_a_grader_that_always_fails_is_an_error_and_one_that_sometimes_does_is_n
     with pytest.raises(TrainingError, match="every one of the 2 answers.*timeout: took 10 s"):
         check_failures(rows)
     check_failures([*rows, {"failure": "", "detail": ""}])
+
+
+TERM = {"name": "a", "source": "exact"}
+LONG = {"name": "long", "source": "overlong:8:2"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"environment": "calculater"}, "did you mean 'calculator'"),
+        ({"environment": "calculator", "rewards": [TERM | {"name": "environment"}]}, "own reward"),
+        ({"rewards": [TERM | {"weight": 0.0}]}, "a weight of 1 for 'a'"),
+        ({"advantage": "maxrl", "rewards": [TERM, LONG]}, "'long' takes away"),
+        ({"advantage": "maxrl", "rewards": [TERM | {"weight": -1.0}]}, "'a' takes away"),
+        ({"advantage": "maxrl", "overlong_cache": 2}, "'overlong' takes away"),
+        ({"advantage": "maxrl", "kl_coef": 0.1, "kl_in": "reward"}, "kl_in='reward' does"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "'unbiased', or method.kl_in='reward'"),
+        ({"rewards": [TERM, TERM | {"name": "b", "weight": 0.0}]}, None),
+        ({"environment": "calculator", "rewards": [TERM | {"weight": 0.0}]}, None),
+        ({"rewards": [TERM | {"name": "environment"}]}, None),
+        ({"advantage": "maxrl", "rewards": [TERM, LONG | {"low": 0.0}]}, None),
+        ({"advantage": "std", "rewards": [TERM, LONG]}, None),
+        ({"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, None),
+        ({"kl_estimator": "k1"}, None),
+    ],
+)
+def test_methods_that_cannot_learn_are_refused(values, message):
+    terms = tuple(RewardTerm(**term) for term in values.pop("rewards", []))
+    method = GRPO(**values, rewards=terms)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        check_sampled(method)
+        check_signs(method)

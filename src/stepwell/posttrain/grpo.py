@@ -37,6 +37,7 @@ from stepwell.posttrain.sampled import (
     REFILL_SEED,
     all_shares,
     check_failures,
+    check_sampled,
     dealt,
     greedy_answers,
     open_samples,
@@ -114,6 +115,8 @@ def check_grpo(
     for a reference that cannot be had, and for fewer prompts than a step takes."""
     method = run.method
     assert isinstance(method, GRPO)
+    check_sampled(method)
+    check_signs(method)
     require_model(run, weights)
     if run.model.init is not None:
         check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
@@ -123,6 +126,31 @@ def check_grpo(
         raise ConfigError(
             f"method.prompts_per_step={method.prompts_per_step} but there are only "
             f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
+        )
+
+
+def check_signs(method: GRPO) -> None:
+    """Raises ConfigError for maxrl, which divides by a mean, with rewards that may be below 0, and
+    for a divergence that holds nothing: k1's gradient in the loss is 0 on average."""
+    terms = reward_terms(with_overlong(method))
+    penalties = [
+        term.name
+        for term in terms
+        if term.source.partition(":")[0] in ("overlong", "repetition")
+        and term.weight > 0
+        and (term.low is None or term.low < 0)
+    ]
+    penalties += [term.name for term in terms if term.weight < 0]
+    if method.advantage == "maxrl" and (penalties or (method.kl_coef and method.kl_in == "reward")):
+        what = f"{penalties[0]!r} takes away from it" if penalties else "method.kl_in='reward' does"
+        raise ConfigError(
+            "method.advantage='maxrl' divides by a group's mean reward, which must not be below 0, "
+            f"and {what}; the nearest legal value is 'none', or leave that out"
+        )
+    if method.kl_coef and method.kl_in == "loss" and method.kl_estimator == "k1":
+        raise ConfigError(
+            "method.kl_estimator='k1' in the loss holds the policy by nothing (the gradient of its "
+            "mean is 0); the nearest legal values are 'unbiased', or method.kl_in='reward'"
         )
 
 

@@ -41,6 +41,7 @@ from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
     check_failures,
+    check_sampled,
     dealt,
     greedy_answers,
     open_samples,
@@ -119,6 +120,7 @@ def check_ppo(
     a reference that cannot be had, and for fewer prompts than a step takes."""
     method = run.method
     assert isinstance(method, PPO)
+    check_sampled(method)
     require_model(run, weights)
     for init in (run.model.init, method.critic_init):
         if init is not None:

@@ -15,12 +15,13 @@ from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share
+from stepwell.posttrain.rewards import reward_terms
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
-from stepwell.posttrain.sampling.environments import Factory
+from stepwell.posttrain.sampling.environments import Factory, find_environment
 from stepwell.sections.methods import RewardTerm, SampledMethod
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
-from stepwell.types import TrainingError
+from stepwell.types import ConfigError, TrainingError
 
 # Sources that know whether an answer is right; others grade it.
 VERIFIABLE = ("exact", "math", "regex", "json", "code", "tests", "gym")
@@ -30,6 +31,27 @@ REFILL_SEED = 1 << 20
 NUM_FIXED = 8
 # Rollouts in a row without an answer to learn from that are borne, less one.
 MAX_EMPTY = 3
+
+
+# --- before a run ------------------------------------------------------------------------------
+
+
+def check_sampled(method: SampledMethod) -> None:
+    """Raises ConfigError for an environment that cannot be had, for a dimension that is named like
+    its reward, and for rewards that all weigh nothing."""
+    terms = reward_terms(method)
+    if method.environment:
+        find_environment(method.environment)
+        if any(term.name == "environment" for term in terms):
+            raise ConfigError(
+                "method.rewards: the name 'environment' is that of the environment's own reward; "
+                "the nearest legal value is 'environment-2'"
+            )
+    elif all(term.weight == 0 for term in terms):
+        raise ConfigError(
+            "method.rewards: all weights are 0, so there is nothing to learn; the nearest is a "
+            f"weight of 1 for {terms[0].name!r}"
+        )
 
 
 # --- prompts -----------------------------------------------------------------------------------
