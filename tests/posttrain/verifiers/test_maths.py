@@ -2,7 +2,7 @@ import pytest
 
 from stepwell.eval.grade import Prompt
 from stepwell.posttrain.reward_sources import open_scorer
-from stepwell.posttrain.verifiers.maths import boxed, final_formula, maths
+from stepwell.posttrain.verifiers.maths import boxed, final_formula, is_bounded, maths
 from stepwell.types import Completion
 
 pytest.importorskip("math_verify")
@@ -85,9 +85,35 @@ def test_what_is_read_as_the_answer():
 def test_what_never_ends_is_a_timeout():
     """sympy raises the tower in C, where neither a signal nor a thread gets at it."""
     scorer = open_scorer("math", 1.0)
-    prompts = [Prompt("", (), {"answer": "42"})] * 3
-    texts = ["answer: $10^{10^{10}}$", "answer: 42", "answer: 41"]
+    prompts = [Prompt("", (), {"answer": answer}) for answer in ("10^{10^{10}}", "42", "42")]
+    texts = ["answer: $43$", "answer: 42", "answer: 41"]
     completions = [Completion(0, (), (), (), text, "stop") for text in texts]
     verdicts = scorer.score(prompts, completions)
     scorer.close()
     assert [v.failure or v.reward for v in verdicts] == ["timeout", 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("formula", "bounded"),
+    [
+        ("9^{9^{9^{9}}}", False),
+        ("9**9**9", False),
+        ("10^{10001}", False),
+        ("10^{10000}", True),
+        ("1001!", False),
+        ("1000!", True),
+        ("(3!)!!", False),
+        ("10^{2^3}", True),
+        ("e^{x^2}", True),
+        ("x^{10}", True),
+        ("2^{-3}", True),
+    ],
+)
+def test_powers_and_factorials_are_bounded(formula, bounded):
+    assert is_bounded(formula) == bounded
+
+
+def test_a_tower_of_powers_is_a_wrong_answer_at_once():
+    pytest.importorskip("math_verify")
+    texts = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{100000!}", r"\boxed{0.50000001}"]
+    assert maths()([""] * 3, texts, answer=["1", "1", "1/2"]) == [0.0, 0.0, 1.0]

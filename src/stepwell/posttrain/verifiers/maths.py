@@ -7,6 +7,7 @@ sympy lets through. Whoever calls this limits the time from outside (`grader_poo
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,10 @@ from stepwell.types import ConfigError
 INLINE = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 LONGEST_ANSWER = 1000
+GLUE = re.compile(r"[\s{}()\[\],]|\\left|\\right|\\cdot|\\,")
+TOWER = re.compile(r"\d+(?:\^\d+)+")
+FACTORIAL = re.compile(r"(\d+)!")
+MOST_DIGITS, MOST_FACTORIAL = 10_000, 1000
 
 
 def maths() -> Verifier:
@@ -59,6 +64,8 @@ def _is_right(text: str, truth: str) -> bool:
         return False
     if same_text(given, truth):
         return True
+    if not is_bounded(given):
+        return False
     gold = _parsed(truth)
     if not gold:
         return False
@@ -70,6 +77,20 @@ def _is_right(text: str, truth: str) -> bool:
         return False
     # The gold first: verify is not symmetric.
     return bool(verify(gold, found, timeout_seconds=None, raise_on_error=True))
+
+
+def is_bounded(formula: str) -> bool:
+    """Whether no power of numbers has more than MOST_DIGITS digits, and no factorial is of more
+    than MOST_FACTORIAL: what is larger could keep the grader busy beyond its time."""
+    flat = GLUE.sub("", formula).replace("**", "^")
+    for tower in TOWER.findall(flat):
+        *bases, exponent = [int(number[:9]) for number in tower.split("^")]
+        for base in reversed(bases):
+            if exponent * math.log10(max(base, 2)) > MOST_DIGITS:
+                return False
+            exponent = base**exponent
+    numbers = [int(number[:9]) for number in FACTORIAL.findall(flat)]
+    return all(n <= MOST_FACTORIAL for n in numbers) and "!!" not in flat
 
 
 def final_formula(text: str) -> str | None:
