@@ -195,7 +195,7 @@ def _sandboxed(
         if sandbox.level == "namespaces"
         else (
             f"no namespaces for the sandbox ({sandbox.why}): programs are held back by Python's "
-            "audit hook, which stops no machine code (docs/rewards.md)"
+            "audit hook, which is no security boundary (docs/rewards.md)"
         )
     )
     return Scorer(score, requires, close=sandbox.close, warning=weak)
