@@ -146,6 +146,7 @@ def junk_of(row: Prompt, other: str | None, rows: Sequence[Prompt]) -> list[Junk
     found.append(Junk("the prompt itself", row.text, "lucky"))
     found.append(Junk("every letter", " ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), "lucky"))
     found.append(Junk("numbers", " ".join(map(str, range(101))), "lucky"))
+    found.append(Junk("a tower of powers", "\\boxed{9^{9^{9^{9}}}}", "lucky"))
     found.append(Junk("an echo", "```python\nprint(input())\n```", "lucky"))
     truth = _truth(row)
     if truth is not None and other is not None:
