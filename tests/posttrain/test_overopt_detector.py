@@ -9,6 +9,7 @@ from stepwell.posttrain.overopt_detector import (
     Reading,
     Shift,
     Watch,
+    agreement,
     is_sign,
     read,
     repeated_share,
@@ -18,11 +19,15 @@ from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.types import Completion
 
 
-def readings(num: int, seed: int = 0, **slopes: float) -> list[Reading]:
-    """Noisy rollouts whose numbers rise by `slopes` in each."""
+def readings(num: int, seed: int = 0, single: bool = False, **slopes: float) -> list[Reading]:
+    """Noisy rollouts whose numbers rise by `slopes` in each. single: of one model."""
     rng = np.random.default_rng(seed)
-    start = {"reward": 1.0, "length": 20.0, "repetition": 0.05, "kl": 0.0, "disagreement": 0.3}
-    noise = {"reward": 0.05, "length": 1.0, "repetition": 0.01, "kl": 0.1, "disagreement": 0.02}
+    start = {"reward": 1.0, "length": 20.0, "repetition": 0.05, "kl": 0.0}
+    start |= {"disagreement": 0.3, "agreement": 0.8}
+    noise = {"reward": 0.05, "length": 1.0, "repetition": 0.01, "kl": 0.1}
+    noise |= {"disagreement": 0.02, "agreement": 0.05}
+    if single:
+        del start["disagreement"], start["agreement"]
     return [
         Reading(**{k: v + slopes.get(k, 0.0) * i + rng.normal(0, noise[k])
                    for k, v in start.items()})
@@ -38,12 +43,13 @@ def alarm_at(found: list[Reading], window: int = 5):
 
 
 def test_silent_while_only_the_reward_rises():
-    """Over a hundred runs of noise; nor when one weak sign is there alone."""
-    for seed in range(100):
+    """Over forty runs of noise; nor when one weak sign is there alone."""
+    for seed in range(40):
         assert alarm_at(readings(40, seed, reward=0.1)) is None
-    assert alarm_at(readings(40, reward=0.1, kl=1.0)) is None
-    assert alarm_at(readings(40, reward=0.1, length=1.0)) is None
-    assert alarm_at(readings(40, reward=0.1, repetition=0.02)) is None
+    assert alarm_at(readings(40, single=True, reward=0.1, kl=1.0)) is None
+    assert alarm_at(readings(40, reward=0.1, agreement=0.005)) is None
+    assert alarm_at(readings(40, single=True, reward=0.1, length=1.0)) is None
+    assert alarm_at(readings(40, single=True, reward=0.1, repetition=0.02)) is None
 
 
 def test_models_that_disagree_are_enough():
@@ -67,15 +73,28 @@ def test_models_that_disagree_are_enough():
         {"length": 1.0, "repetition": 0.02},
     ],
 )
-def test_two_weak_signs_are_enough(slopes):
-    found = alarm_at(readings(40, reward=0.1, **slopes))
+def test_two_weak_signs_are_enough_for_one_model(slopes):
+    assert alarm_at(readings(40, reward=0.1, **slopes)) is None  # the models agree as before
+    waver = readings(40, reward=0.1, agreement=-0.006, **slopes)
+    assert alarm_at(waver) is not None
+    assert alarm_at(readings(40, reward=0.1, agreement=-0.002, **slopes)) is None
+    found = alarm_at(readings(40, single=True, reward=0.1, **slopes))
     assert found is not None
     assert set(found[1].signs) == set(slopes)
     for name in slopes:
-        word = {"kl": "divergence", "length": "tokens", "repetition": "3-grams"}[name]
+        word = {"kl": "divergence", "length": "tokens", "repetition": "repeats one"}[name]
         assert word in found[1].text()
     for way_out in ("kl_budget", "aggregate = 'min'", "overopt stop", "low and high", "repetition"):
         assert way_out in found[1].text()
+
+
+def test_models_that_rank_otherwise_are_enough():
+    found = alarm_at(readings(40, reward=0.1, agreement=-0.02))
+    assert found is not None
+    assert set(found[1].signs) == {"agreement"}
+    assert 11 <= found[0] <= 22
+    assert "correlate" in found[1].text()
+    assert alarm_at(readings(40, reward=0.1, agreement=-0.004)) is None
 
 
 def test_no_alarm_where_the_reward_does_not_rise():
@@ -90,7 +109,8 @@ def test_no_alarm_where_the_reward_does_not_rise():
         ("length", 20.0, 29.9, 30.0),
         ("length", 30.0, 20.1, 20.0),
         ("repetition", 0.1, 0.199, 0.2001),
-        ("kl", 1.0, 10.9, 11.0),
+        ("kl", 1.0, 5.9, 6.0),
+        ("agreement", 0.9, 0.66, 0.64),
     ],
 )
 def test_both_sides_of_a_limit(name, before, below, above):
@@ -111,7 +131,8 @@ def test_shift_is_welchs():
     rng = np.random.default_rng(3)
     x, y = rng.normal(0, 1, 6), rng.normal(1, 2, 9)
     found = shift(x.tolist(), y.tolist())
-    assert found.t == pytest.approx(ttest_ind(y, x, equal_var=False).statistic)
+    (statistic, _) = ttest_ind(y, x, equal_var=False)
+    assert found.t == pytest.approx(statistic)
     assert (found.before, found.now) == (pytest.approx(x.mean()), pytest.approx(y.mean()))
     assert shift([1, 1, 1], [2, 2, 2]).t == math.inf
     assert shift([0, 0, 0], [0, 0, 0]).t == 0
@@ -152,16 +173,35 @@ def test_a_rollout_is_read():
         return done, Verdict(reward, disagreement=spread)
 
     pairs = [
-        answer((5, 6, 7, 5, 6, 7), 1.0, 0.2),  # one of four 3-grams is a repetition
+        answer((5, 6, 7, 5, 6, 7), 1.0, 0.2),  # half of it is repeated
         answer((5, 9, 9, 6), 2.0, 0.4, (True, False, False, True)),
         answer((5,) * 50, None, 9.0),
     ]
     completions, verdicts = zip(*pairs, strict=True)
     rollouts = Rollouts((Group(Prompt("", (1,)), completions, verdicts),))
     found = read(rollouts, kl=3.0)
-    assert found == Reading(1.5, 4.0, pytest.approx(0.125), 3.0, pytest.approx(0.3))
+    assert found is not None
+    assert found == pytest.approx((*Reading(1.5, 4.0, 0.25, 3.0, 0.3)[:5], None))
     unknown = Rollouts((Group(Prompt("", (1,)), completions[2:], verdicts[2:]),))
     assert read(unknown) is None
-    assert repeated_share([1, 2]) == 0
-    assert repeated_share([1, 1, 1]) == 0
-    assert repeated_share([1] * 12) == pytest.approx(0.9)
+    assert repeated_share([]) == repeated_share([1, 2]) == 0
+    assert repeated_share([1] * 12) == pytest.approx(11 / 12)
+    assert repeated_share([1, *range(2, 17), 1]) == pytest.approx(1 / 17)  # 16 before
+    assert repeated_share([1, *range(2, 18), 1]) == 0  # 17 before
+    # Twice as long, not twice as repetitive.
+    rng = np.random.default_rng(0)
+    shares = [repeated_share(rng.integers(0, 50, n).tolist()) for n in (400, 800)]
+    assert shares[0] == pytest.approx(shares[1], abs=0.05)
+
+
+def test_agreement_knows_no_units():
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, 50))
+    one = np.stack([x, 5 * x - 3, 0.1 * x], axis=1)
+    assert agreement(one.tolist()) == pytest.approx(1)
+    assert abs(agreement(np.stack([x, y], axis=1).tolist()) or 1) < 0.3
+    assert agreement(np.stack([x, -x], axis=1).tolist()) == pytest.approx(-1)
+    assert agreement([(1.0,), (2.0,), (3.0,)]) is None
+    assert agreement([(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]) is None
+    assert agreement([(1.0, 2.0), (2.0, 3.0)]) is None
+    assert agreement([(1.0, 2.0), (1.0,), ()]) is None

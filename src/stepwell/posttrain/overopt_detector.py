@@ -3,8 +3,9 @@ the run's first ones.
 
 What it looks at: how far several reward models disagree about the policy's answers (2310.02743,
 2312.09244), the answers' length (2310.03716) and repetition, and the divergence from the reference
-(2210.10760). One of the last three alone may be what the task asks for; two of them together, or
-models that begin to disagree, may not.
+(2210.10760). The last three alone may be what the task asks for (lab `reward`: gold itself, where
+it is optimised, moves two of them), so they do not count where several models rank the answers
+as well as ever.
 """
 
 from __future__ import annotations
@@ -18,34 +19,40 @@ import numpy as np
 
 from stepwell.posttrain.rollout import Rollouts
 
-GRAM = 3
+SPAN = 16
 # A change counts if it is so many standard errors,
 LEAST_T = 3.0
 # the disagreement so many times what it was, and its growth so much of each unit of reward gained,
 LEAST_DISAGREEMENT = 1.5
 LEAST_SHARE = 0.1
+# the models' correlation so much lower,
+LEAST_AGREEMENT = 0.25
+# (so much lower where weak signs are there as well),
+LEAST_WAVER = 0.1
 # the mean length so many times, or a part of, what it was,
 LEAST_LENGTH = 1.5
-# the share of repeated n-grams so much more,
+# the share of repeated tokens so much more,
 LEAST_REPETITION = 0.1
 # and the divergence so many nats an answer more.
-LEAST_KL = 10.0
-STRONG = ("disagreement",)
+LEAST_KL = 5.0
+STRONG = ("disagreement", "agreement")
 WEAK = ("length", "repetition", "kl")
 NUM_WEAK = 2
 
 
 class Reading(NamedTuple):
     """Means over a rollout's rewarded answers. length: in tokens of the policy. repetition: the
-    share of an answer's 3-grams of tokens that are repetitions. kl: nats an answer from the
-    reference, None without one. disagreement: of several reward models, in the reward's unit, None
-    where there aren't several."""
+    share of an answer's tokens that also stand among the 16 before them. kl: nats an answer from
+    the reference, None without one. disagreement: of several reward models, in the reward's unit;
+    agreement: their correlation over the rollout's answers, the mean of all pairs of models. Both
+    are None where there aren't several."""
 
     reward: float
     length: float
     repetition: float
     kl: float | None = None
     disagreement: float | None = None
+    agreement: float | None = None
 
 
 class Shift(NamedTuple):
@@ -87,7 +94,8 @@ class Alarm(NamedTuple):
 @dataclass
 class Watch:
     """`see` says once when the mean reward of the last `window` rollouts is clearly above that of
-    the first `window`, and a strong sign or two weak ones are there."""
+    the first `window`, and there is a strong sign, or two weak ones that several models, if they
+    can be asked, do not speak against: their correlation has clearly fallen, too."""
 
     window: int
     start: list[Reading] = field(default_factory=list)
@@ -104,13 +112,13 @@ class Watch:
         if self.alarmed or len(self.recent) < self.window:
             return None
         reward, signs = self._shift("reward"), self.signs()
-        strong = any(name in STRONG for name in signs)
-        self.alarmed = bool(
-            reward is not None
-            and reward.t > LEAST_T
-            and (strong or sum(name in WEAK for name in signs) >= NUM_WEAK)
-        )
         assert reward is not None
+        strong = any(name in STRONG for name in signs)
+        # Models that rank answers as they did speak against what the weak signs say.
+        ranks = self._shift("agreement")
+        wavers = ranks is None or (ranks.t < -LEAST_T and -ranks.gain >= LEAST_WAVER)
+        weak = wavers and sum(name in WEAK for name in signs) >= NUM_WEAK
+        self.alarmed = bool(reward.t > LEAST_T and (strong or weak))
         return Alarm(step, self.window, reward, signs) if self.alarmed else None
 
     def signs(self) -> dict[str, Shift]:
@@ -168,6 +176,8 @@ def is_sign(name: str, shift: Shift, reward_gain: float = 0.0) -> bool:
     if name == "length":
         larger = max(shift.now, shift.before) >= LEAST_LENGTH * min(shift.now, shift.before)
         return abs(shift.t) > LEAST_T and larger
+    if name == "agreement":
+        return shift.t < -LEAST_T and -shift.gain >= LEAST_AGREEMENT
     if shift.t <= LEAST_T:
         return False
     if name == "disagreement":
@@ -209,20 +219,37 @@ def read(rollouts: Rollouts, kl: float | None = None) -> Reading | None:
         repetition=float(np.mean([repeated_share(answer) for answer in answers])),
         kl=kl,
         disagreement=float(np.mean(known)) if len(known) == len(spreads) else None,
+        agreement=agreement([verdict.members for _, verdict in pairs]),
     )
 
 
-def repeated_share(tokens: Sequence[int], size: int = GRAM) -> float:
-    """The share of n-grams of tokens that occurred before; 0 where there are fewer than two."""
-    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+def agreement(members_DK: Sequence[Sequence[float]]) -> float | None:
+    """Pearson's correlation of K models' scores over D answers, the mean of all pairs of models:
+    whether they still rank the policy's answers alike, whatever their units and constants. None for
+    fewer than two models, and where the scores of one do not vary."""
+    num_models = {len(scores) for scores in members_DK}
+    if len(num_models) != 1 or min(num_models) < 2 or len(members_DK) < 3:
+        return None
+    scores_KD = np.asarray(members_DK, np.float64).T
+    if (np.ptp(scores_KD, axis=1) == 0).any():
+        return None
+    correlations = np.atleast_2d(np.corrcoef(scores_KD))
+    return float(correlations[np.triu_indices(len(scores_KD), 1)].mean())
+
+
+def repeated_share(tokens: Sequence[int], span: int = SPAN) -> float:
+    """The share of tokens that also stand among the `span` before them. Within a fixed span it
+    hardly grows with length (Covington and McFall 2010, moving-average type-token ratio)."""
+    again = [token in tokens[max(i - span, 0) : i] for i, token in enumerate(tokens)]
+    return sum(again) / len(again) if again else 0.0
 
 
 def _words(name: str, shift: Shift) -> str:
     before, now = f"{shift.before:.3g}", f"{shift.now:.3g}"
     return {
         "disagreement": f"reward models disagree by {now} about an answer, at first by {before}",
+        "agreement": f"reward models' scores correlate by {now} over answers, at first by {before}",
         "length": f"answers have {now} tokens, at first {before}",
-        "repetition": f"a share of {now} of their 3-grams repeats others, at first {before}",
+        "repetition": f"a share of {now} of tokens repeats one of the 16 before, at first {before}",
         "kl": f"the divergence from the reference is {now} nats an answer, at first {before}",
     }[name]

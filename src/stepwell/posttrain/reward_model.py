@@ -52,10 +52,12 @@ class Member:
 
 
 class Judged(NamedTuple):
-    """(D,) each: what several models say together, and how far apart they are."""
+    """What several models say together, how far apart they are ((D,) each), and what each of them
+    says (K, D)."""
 
     scores: Tensor
     disagreement: Tensor
+    members: Tensor
 
 
 class Scorer:
@@ -101,7 +103,8 @@ class Scorer:
     def judged(self, docs: Sequence[Sequence[int]]) -> Judged:
         """`score` and `disagreement` in one pass."""
         scores_KD = self.member_scores(docs)
-        return Judged(combine(scores_KD, self.aggregate, self.k), disagreement(scores_KD))
+        together = combine(scores_KD, self.aggregate, self.k)
+        return Judged(together, disagreement(scores_KD), scores_KD)
 
     def member_scores(self, docs: Sequence[Sequence[int]]) -> Tensor:
         """(K, D): what each model says, standardised if the scorer does. With two labels a score is

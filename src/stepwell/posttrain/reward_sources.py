@@ -226,10 +226,14 @@ def _model(
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
         docs = [[*c.prompt_ids, *c.token_ids] for c in completions]
         found = models.judged(docs)
-        spreads = [None] * len(docs) if len(folders) == 1 else found.disagreement.tolist()
+        verdicts = [_finite(value) for value in found.scores.tolist()]
+        if len(folders) == 1:
+            return verdicts
         return [
-            replace(_finite(value), disagreement=spread)
-            for value, spread in zip(found.scores.tolist(), spreads, strict=True)
+            replace(verdict, disagreement=spread, members=tuple(each))
+            for verdict, spread, each in zip(
+                verdicts, found.disagreement.tolist(), found.members.T.tolist(), strict=True
+            )
         ]
 
     engines = tuple(member.engine for member in models.members)

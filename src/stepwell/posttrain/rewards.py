@@ -116,6 +116,7 @@ def composite(terms: Sequence[RewardTerm], verdicts: Sequence[Verdict]) -> Verdi
         failures=failures,
         details=details,
         disagreement=math.fsum(spreads) if spreads else None,
+        members=next((v.members for v in verdicts if v.members), ()),
     )
 
 

@@ -239,7 +239,7 @@ def _group(row: dict[str, Any]) -> Group:
     return Group(
         Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"], prompt["item"]),
         tuple(Completion(**_with_tuples(c)) for c in row["completions"]),
-        tuple(Verdict(**v) for v in row["verdicts"]),
+        tuple(Verdict(**_with_tuples(v)) for v in row["verdicts"]),
     )
 
 

@@ -1,0 +1,310 @@
+"""A proxy reward optimised too far: gold turns over, and an alarm that never sees gold says so.
+
+Answers are up to twelve letters. Gold gives each letter that occurs its hidden worth, once, and
+takes something off for every repetition. Three reward models learn it from pairs of random answers
+each, where repetitions are few, so they learn the letters well and the penalty badly. Their mean is
+the proxy: best-of-n and GRPO both optimise it, GRPO also gold itself. All start from one untrained
+policy, which writes letters at random.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from stepwell.config import Run
+from stepwell.data.judged import Pair
+from stepwell.eval.grade import Prompt, Verdict
+from stepwell.generate import Request, Sampling
+from stepwell.labs.seeds import quiet
+from stepwell.labs.symbols import tokenizer_of
+from stepwell.metrics import read_events, read_lines
+from stepwell.parallel.mesh import Mesh
+from stepwell.posttrain.best_of_n import best_of, kl_bound
+from stepwell.posttrain.grpo import grpo
+from stepwell.posttrain.overopt_watch import EVENT
+from stepwell.posttrain.overoptimisation import first_fall, fit
+from stepwell.posttrain.reward_losses import reward_loss
+from stepwell.posttrain.reward_model import open_scorer
+from stepwell.posttrain.reward_rows import pack
+from stepwell.posttrain.rewards import Dimension, Rewards, Scorer, open_rewards
+from stepwell.sections.methods import GRPO, RewardModel, RewardTerm
+from stepwell.train.engine import Engine
+from stepwell.train.weights import TOKENIZER
+from stepwell.types import Completion
+
+CLAIM = (
+    "GRPO on a proxy, the mean of three reward models, drives it up while gold turns over, with "
+    "every seed: at the end gold has lost more than a tenth of what it had gained. The detector, "
+    "which sees no gold, alarms with every seed before all of that is lost (not always before 5 % "
+    "is: the numbers say when), and never when gold itself is optimised, though answers repeat "
+    "themselves more and go far there, too. The models' absolute disagreement falls all the while. "
+    "Gold of the best of n by the proxy bends down in Gao's form: beta lies above 0."
+)
+LETTERS = "abcdefghijklmnopqrstuvwx"
+TOKENIZER_OF_LETTERS = tokenizer_of(LETTERS)
+MAX_TOKENS, NUM_PROMPTS, PAIRS_PER_STEP, WINDOW = 12, 8, 32, 5
+REPETITION_PENALTY = 0.45
+FALL, LEAST_LOSS = 0.05, 0.1
+# Rollouts that a point of the gold curve is the mean of: a single one has noise of about 5 %.
+SMOOTH = 5
+
+
+class Size(NamedTuple):
+    """seeds: those of the whole size are none that thresholds or sizes were chosen by. group: the
+    answers to a prompt of a rollout."""
+
+    seeds: tuple[int, ...]
+    num_models: int
+    pairs: int
+    model_steps: int
+    group: int
+    rl_steps: int
+    samples: int
+    ns: tuple[int, ...]
+
+
+FULL = Size((20, 21, 22), 3, 640, 160, 16, 60, 4096, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+SMALL = Size((22,), 3, 640, 160, 16, 32, 256, (1, 2, 4, 8, 16, 32, 64))
+
+
+def measure(small: bool = False) -> dict[str, Any]:
+    """Of each seed: `best_of_n` and `rl[proxy|gold]` as curves, and where the detector alarmed."""
+    size = SMALL if small else FULL
+    return {"seeds": [one_seed(seed, size) for seed in size.seeds]}
+
+
+def check(numbers: dict[str, Any]) -> list[str]:
+    wrong = []
+    for number, seed in enumerate(numbers["seeds"]):
+        proxy, gold, best = seed["rl"]["proxy"], seed["rl"]["gold"], seed["best_of_n"]
+        of = f"seed {number}:"
+        if not proxy["proxy"][-1] > proxy["proxy"][proxy["peak"]]:
+            wrong.append(f"{of} the proxy did not rise on after gold's peak")
+        top, start, end = max(proxy["gold"]), proxy["gold"][0], proxy["gold"][-1]
+        if not top - end > LEAST_LOSS * (top - start) > 0:
+            wrong.append(f"{of} gold went from {start:.2f} over {top:.2f} to {end:.2f}")
+        if proxy["alarm"] is None:
+            wrong.append(f"{of} no alarm")
+        elif proxy["lost"] is not None and not proxy["alarm"] < proxy["lost"]:
+            wrong.append(f"{of} the alarm at {proxy['alarm']} is not before {proxy['lost']}")
+        if not proxy["disagreement"][-1] < proxy["disagreement"][0]:
+            wrong.append(f"{of} the models' disagreement did not fall")
+        if gold["alarm"] is not None:
+            wrong.append(f"{of} an alarm at {gold['alarm']} on gold itself")
+        if not gold["gold"][-1] > top:
+            wrong.append(f"{of} gold itself was optimised no further than by the proxy")
+        if not best["fit"]["beta_low"] > 0:
+            wrong.append(f"{of} best-of-n's beta may be {best['fit']['beta_low']:.3f}")
+    return wrong
+
+
+def plot(numbers: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(13, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for number, seed in enumerate(numbers["seeds"]):
+        best, proxy, gold = seed["best_of_n"], seed["rl"]["proxy"], seed["rl"]["gold"]
+        one = number == 0
+        left.plot(best["d"], best["proxy_sds"], "C0", label="proxy" if one else None)
+        left.plot(best["d"], best["gold_sds"], "C1", label="gold" if one else None)
+        middle.plot(proxy["d"], proxy["gold"], "C1", label="gold, by proxy" if one else None)
+        middle.plot(gold["d"], gold["gold"], "C2", label="gold, by gold" if one else None)
+        scale = max(proxy["gold"]) / max(proxy["proxy"])
+        scaled = [value * scale for value in proxy["proxy"]]
+        middle.plot(proxy["d"], scaled, "C0", label="proxy, scaled" if one else None)
+        steps = range(SMOOTH, SMOOTH + len(proxy["gold"]))
+        right.plot(steps, proxy["gold"], "C1", label="gold, by proxy" if one else None)
+        for name, colour in (("alarm", "C3"), ("fall", "C1")):
+            if proxy[name] is not None:
+                words = {"alarm": "alarm", "fall": "gold 5 % below its peak"}[name]
+                right.axvline(proxy[name], color=colour, ls=":", label=words if one else None)
+    left.set_title("best of n (sd above the mean answer)")
+    middle.set_title("GRPO")
+    right.set_title("the alarm")
+    for axis in (left, middle):
+        axis.set_xlabel("sqrt(KL), KL in nats" + (" (bound)" if axis is left else ""))
+    right.set_xlabel("rollout")
+    for axis in (left, middle, right):
+        axis.legend(fontsize="small")
+    return figure
+
+
+# --- a seed --------------------------------------------------------------------------------------
+
+
+def one_seed(seed: int, size: Size) -> dict[str, Any]:
+    world = World(seed)
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        models = [str(place / f"model{i}") for i in range(size.num_models)]
+        for number, model in enumerate(models):
+            world.train_model(model, number, size)
+        return {
+            "best_of_n": best_of_curves(world, models, size),
+            "rl": {
+                "proxy": reinforced(world, place / "proxy", models, size),
+                "gold": reinforced(world, place / "gold", [], size),
+            },
+        }
+
+
+class World:
+    """Letters' worths, prompts (a letter each) and the first policy of a seed."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        order = np.random.default_rng(seed).permutation(list(LETTERS))
+        ids = [TOKENIZER_OF_LETTERS.encode(letter)[0] for letter in order]
+        self.worth = dict(zip(ids, np.linspace(-1, 1, len(ids)).tolist(), strict=True))
+        self.prompts = [
+            Prompt(letter, tuple(TOKENIZER_OF_LETTERS.encode(letter)))
+            for letter in LETTERS[:NUM_PROMPTS]
+        ]
+        self.policy = Engine(self.run())
+        self.weights = [(k, v.clone()) for k, v in self.policy.full_state_dict().items()]
+
+    def run(self, method: dict[str, Any] | None = None, **values: Any) -> Run:
+        sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64}
+        usual = {
+            **{f"model.{name}": value for name, value in sizes.items()},
+            "model.head_dim": 16,
+            "model.vocab_size": TOKENIZER_OF_LETTERS.vocab_size,
+            "model.max_seq_len": 64,
+            "data.seq_len": 64,
+            "precision.compute": "fp32",
+            "optim.schedule.kind": "constant",
+            "optim.weight_decay": 0.0,
+            "train.seed": self.seed,
+        }
+        return Run.parse({} if method is None else {"method": method}, {**usual, **values})
+
+    def gold(self, ids: Sequence[int]) -> float:
+        known = [i for i in ids if i in self.worth]
+        repetitions = len(known) - len(set(known))
+        return sum(self.worth[i] for i in set(known)) - REPETITION_PENALTY * repetitions
+
+    def answers(self, count: int, seed: int) -> list[Completion]:
+        """Of the first policy, to the prompts in turn."""
+        sampling = Sampling(eos_ids=TOKENIZER_OF_LETTERS.stop_ids, max_new_tokens=MAX_TOKENS)
+        requests = [
+            Request(i, self.prompts[i % NUM_PROMPTS].ids, (self.seed * 1000 + seed) * 1_000_000 + i)
+            for i in range(count)
+        ]
+        return self.policy.generate(requests, sampling, tokenizer=TOKENIZER_OF_LETTERS)
+
+    def train_model(self, folder: str, number: int, size: Size) -> None:
+        """A reward model on pairs of its own, the better one by gold first."""
+        sampled, pairs = self.answers(2 * size.pairs, 1 + number), []
+        for one, other in zip(sampled[::2], sampled[1::2], strict=True):
+            worse, better = sorted((one, other), key=lambda c: self.gold(c.token_ids))
+            pairs.append(
+                Pair(
+                    better.prompt_ids,
+                    better.token_ids,
+                    worse.token_ids,
+                    rejected_prompt_ids=worse.prompt_ids,
+                )
+            )
+        values = {"optim.lr": 3e-3, "train.seed": 1000 * self.seed + number}
+        run = self.run({"kind": "reward"}, **values, **{"train.micro_batch_rows": 64})
+        assert isinstance(run.method, RewardModel)
+        engine, loss = Engine(run), reward_loss(run.method, 1)
+        rng = np.random.default_rng([self.seed, number])
+        for _ in range(size.model_steps):
+            chosen = rng.integers(0, len(pairs), PAIRS_PER_STEP).tolist()
+            batch = pack([pairs[i] for i in chosen], run, TOKENIZER_OF_LETTERS.pad_id, chosen)
+            engine.forward_backward(batch, loss)
+            engine.optim_step()
+        engine.save(folder, {TOKENIZER: TOKENIZER_OF_LETTERS.fingerprint}).wait()
+
+    def gold_scorer(self, learnt: bool) -> Scorer:
+        """learnt: as if three models agreed on gold, which the detector then watches."""
+
+        def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
+            golds = [self.gold(c.token_ids) for c in completions]
+            if not learnt:
+                return [Verdict(gold) for gold in golds]
+            return [Verdict(gold, disagreement=0.0, members=(gold,) * 3) for gold in golds]
+
+        return Scorer(score, is_model=learnt)
+
+
+def best_of_curves(world: World, models: Sequence[str], size: Size) -> dict[str, Any]:
+    """What the best of n by the proxy has, in standard deviations above the mean answer; alpha and
+    beta of Gao's form, with the interval of its residuals."""
+    answers = world.answers(size.samples, 99)
+    scorer = open_scorer(models, alone(), 64, compute="fp32")
+    proxies = scorer.score([[*a.prompt_ids, *a.token_ids] for a in answers]).tolist()
+    golds = [world.gold(a.token_ids) for a in answers]
+    found: dict[str, Any] = {"n": list(size.ns), "d": [math.sqrt(kl_bound(n)) for n in size.ns]}
+    for name, values in (("proxy", proxies), ("gold", golds)):
+        mean, sd = float(np.mean(values)), float(np.std(values))
+        found[f"{name}_sds"] = [(best_of(proxies, n, values) - mean) / sd for n in size.ns]
+    fitted = fit("best-of-n", found["d"][1:], found["gold_sds"][1:])
+    correlation = float(np.corrcoef(proxies, golds)[0, 1])
+    return {**found, "fit": fitted._asdict(), "correlation": correlation}
+
+
+def reinforced(world: World, folder: Path, models: Sequence[str], size: Size) -> dict[str, Any]:
+    """GRPO on the mean of the models, or (without any) on gold. Curves are means of SMOOTH
+    rollouts; peak: the place of the highest gold among them. alarm, fall (by 5 % of what it had
+    gained, for good), lost (all that it had gained): rollouts."""
+    source = f"model:{','.join(models)}" if models else "python:gold.py:gold"
+    term = RewardTerm(name="proxy", source=source)
+    run = world.run(
+        {"kind": "grpo", "rewards": (term.model_dump(exclude_none=True),)},
+        **{
+            "dir": str(folder),
+            "method.prompts_per_step": NUM_PROMPTS,
+            "method.group_size": size.group,
+            "method.max_new_tokens": MAX_TOKENS,
+            "method.self_test": False,
+            "method.kl_coef": 1e-6,  # measures, and holds nobody
+            "method.overopt_window": WINDOW,
+            "train.steps": size.rl_steps,
+            "train.micro_batch_rows": 16,
+            "checkpoint.every_steps": 10_000,
+            "optim.lr": 4e-3,
+        },
+    )
+    assert isinstance(run.method, GRPO)
+    if models:
+        trained = open_rewards(run.method, TOKENIZER_OF_LETTERS, alone(), run).dimensions
+    else:
+        trained = (Dimension(term, world.gold_scorer(learnt=True)),)
+    watched = RewardTerm(name="gold", source="python:gold.py:gold", weight=0.0)
+    rewards = Rewards((*trained, Dimension(watched, world.gold_scorer(learnt=False))))
+    grpo(run, world.prompts, TOKENIZER_OF_LETTERS, world.weights, rewards=rewards)
+    lines = read_lines(folder / "metrics.jsonl")
+    alarms = [event for event in read_events(folder) if event["event"] == EVENT]
+    gold = smoothed([line["reward/gold/mean"] for line in lines])
+    peak, fall = int(np.argmax(gold)), first_fall(gold, FALL)
+    kls = smoothed([line["kl/reference"] for line in lines])
+    return {
+        "proxy": smoothed([line["reward/proxy/mean"] for line in lines]),
+        "gold": gold,
+        "d": [math.sqrt(max(kl, 0.0)) for kl in kls],
+        "disagreement": smoothed([line["reward/disagreement"] for line in lines]),
+        "peak": peak,
+        # The alarm knows rollouts up to this one, and so does the mean that has fallen.
+        "alarm": alarms[0]["step"] + 1 if alarms else None,
+        "signs": sorted(alarms[0]["signs"]) if alarms else [],
+        "fall": None if fall is None else fall + SMOOTH,
+        "lost": next((i + SMOOTH for i, g in enumerate(gold) if i > peak and g <= gold[0]), None),
+    }
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Means of SMOOTH neighbours; the first is of rollouts 1 to SMOOTH."""
+    return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid").tolist()
+
+
+def alone() -> Mesh:
+    return Mesh(1, 0, 0, torch.device("cpu"))
