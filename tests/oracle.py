@@ -58,7 +58,11 @@ def base_run(**overrides: Any) -> Run:
         "loss.chunk_tokens": 5,
         "checkpoint.asynchronous": False,
     }
-    return Run.parse({}, {**values, **overrides})
+    values |= overrides
+    if values.get("method.kind", "pretrain") not in ("pretrain", "sft"):
+        for key in ("train.global_batch_rows", "loss.z_loss", "loss.label_smoothing"):
+            values.pop(key, None)  # other methods refuse them
+    return Run.parse({}, values)
 
 
 def documents() -> list[tuple[list[int], list[int]]]:

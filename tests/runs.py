@@ -103,7 +103,7 @@ def settings(method: str, folder: str, **more: Any) -> dict[str, Any]:
         **data,
         "dir": folder,
         "data.seq_len": 32,
-        "train.global_batch_rows": 4,
+        **({} if method == "grpo" else {"train.global_batch_rows": 4}),
         "train.micro_batch_rows": 2,
         "train.steps": 6,
         "optim.lr": 0.01,

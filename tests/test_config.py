@@ -465,6 +465,53 @@ RULES = [
         ["max_new_tokens=512", "data.seq_len=512", "below 512", "above 512"],
         {"data.seq_len": 513},
     ),
+    (
+        {"method.kind": "dpo", "train.global_batch_rows": 8},
+        ["global_batch_rows=8", "pretrain and sft", "dpo is method.pairs_per_step=16"],
+        {"train.global_batch_rows": 32},
+    ),
+    (
+        {"method.kind": "reward", "train.global_batch_rows": 8},
+        ["reward is method.rows_per_step=16"],
+        {"train.global_batch_rows": 32},
+    ),
+    *(
+        (
+            {"method.kind": kind, "train.global_batch_rows": 8},
+            [f"a step of {kind} is method.prompts_per_step=16"],
+            {"train.global_batch_rows": 32},
+        )
+        for kind in ("grpo", "ppo", "online-dpo")
+    ),
+    (
+        {"method.kind": "dpo", "loss.label_smoothing": 0.1},
+        ["loss.label_smoothing=0.1", "not to dpo", "or set method.loss.label_smoothing"],
+        {"loss.label_smoothing": 0.0},
+    ),
+    (
+        {"method.kind": "reward", "loss.z_loss": 1e-4},
+        ["loss.z_loss=0.0001", "cross-entropy", "leave it at 0"],
+        {"loss.z_loss": 0.0},
+    ),
+    (
+        {"method.kind": "sft", "data.document_mask": False},
+        ["data.document_mask=false", "sft packs documents", "leave it at true"],
+        {"data.heldout": [{"path": "a"}]},
+    ),
+    (
+        {"method.kind": "dpo", "data.order": "sequential"},
+        ["data.order='sequential'", "pretrain, sft and reward", "value is 'shuffled'"],
+        {"method.kind": "reward"},
+    ),
+    (
+        {
+            "method.kind": "dpo",
+            "method.loss.kind": "simpo",
+            "method.reference_from": "runs/other",
+        },
+        ["method.reference_from='runs/other'", "'simpo'", "no reference; leave it out"],
+        {"method.loss.kind": "ipo"},
+    ),
 ]
 
 

@@ -26,8 +26,8 @@ from stepwell.types import ConfigError
 
 class TrainConfig(Section):
     """A step sees global_batch_rows rows of data.seq_len tokens over all ranks; each rank takes
-    micro_batch_rows at a time. (Methods that count pairs, rows or prompts ignore global_batch_rows:
-    their rows are packed.) Every eval_every steps, and at the end, the same eval_rows held-out rows
+    micro_batch_rows at a time. (Methods that count pairs, rows or prompts pack them, and refuse
+    global_batch_rows.) Every eval_every steps, and at the end, the same eval_rows held-out rows
     are scored."""
 
     steps: Positive = 1000
@@ -101,6 +101,7 @@ class Run(Section):
         self._check_head()
         self._check_stages()
         self._check_heldout()
+        self._check_idle_keys()
         self._check_rewind()
         if self.precision.param == "fp64" and self.precision.compute != "fp64":
             raise ValueError(
@@ -152,10 +153,12 @@ class Run(Section):
                 f"data.stages ({len(data.stages)} given) belong to pretrain, not {kind}; leave "
                 "them out"
             )
-        if data.order == "quality-ascending" and kind != "pretrain":
+        orders = self.method.orders
+        if data.order not in orders:
+            owners = "pretrain" if data.order == "quality-ascending" else "pretrain, sft and reward"
             raise ValueError(
-                f"data.order='quality-ascending' belongs to pretrain, not {kind}; the nearest "
-                "legal value is 'sequential'"
+                f"data.order={data.order!r} belongs to {owners}, not {kind}; the nearest legal "
+                f"value is {orders[-1]!r}"
             )
         decays = schedule.decay_steps
         steady = schedule.kind == "constant" or schedule.kind == "wsd"
@@ -185,6 +188,30 @@ class Run(Section):
             raise ValueError(
                 f"data.stages with starts {starts} begin at steps {', '.join(map(str, firsts))} of "
                 f"train.steps={steps}, so one would have no step; move them apart"
+            )
+
+    def _check_idle_keys(self) -> None:
+        """What a method does not read stays at its default."""
+        method, kind = self.method, self.method.kind
+        rows, usual = self.train.global_batch_rows, TrainConfig.model_fields["global_batch_rows"]
+        if not method.row_steps and rows != usual.default:
+            raise ValueError(
+                f"train.global_batch_rows={rows} belongs to pretrain and sft; a step of {kind} is "
+                f"{method.step_key}={method.units_per_step}: set that, and leave "
+                "train.global_batch_rows out"
+            )
+        for key in ("z_loss", "label_smoothing"):
+            value = getattr(self.loss, key)
+            if value and not method.loss_in_nats:
+                own = kind in ("dpo", "online-dpo") and key == "label_smoothing"
+                raise ValueError(
+                    f"loss.{key}={value:g} belongs to the cross-entropy of pretrain and sft, not "
+                    f"to {kind}; leave it at 0{', or set method.loss.label_smoothing' * own}"
+                )
+        if not (self.data.document_mask or method.masks_windows or self.data.heldout):
+            raise ValueError(
+                f"data.document_mask=false belongs to windows of token stores, and {kind} packs "
+                "documents that never see each other; leave it at true"
             )
 
     def _check_rewind(self) -> None:

@@ -370,6 +370,8 @@ def status_text(
     parts = [f"step {step}" if num_steps is None else f"step {step}/{num_steps}"]
     if "train/loss" in values:
         parts.append(f"loss {values['train/loss']:.4g}")
+    if values.get("train/skipped"):
+        parts.append("skipped")
     if "eval/loss" in values:
         parts.append(f"held-out loss {values['eval/loss']:.4g}")
     if "eval/bits_per_token" in values:

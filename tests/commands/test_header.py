@@ -194,12 +194,31 @@ REFUSED = [
 @pytest.mark.parametrize("method", ["pretrain", "sft", "grpo"])
 @pytest.mark.parametrize(("words", "message"), REFUSED)
 def test_check_refuses_what_the_run_would_refuse(method, words, message, capsys):
-    if method != "pretrain" and "exceed" in message:
-        pytest.skip("rows of grpo are not known beforehand")
+    if method == "grpo" and "exceed" in message:
+        pytest.skip("a rank may be without a prompt")
+    if method == "grpo":
+        words = words.replace("train.global_batch_rows", "method.prompts_per_step")
     assert main([method, "--check", *words.split()]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "unit"),
+    [("dpo", "pairs_per_step", "pair"), ("reward", "rows_per_step", "row")],
+)
+def test_ranks_share_the_units_of_the_method(method, key, unit, tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    words = ["--data.path", str(rows), f"--method.{key}", "4"]
+    assert main([method, "--check", *words, "--nproc", "8"]) == 2
+    error = capsys.readouterr().err
+    assert f"8 ranks exceed method.{key}=4, so some would have no {unit}" in error
+    assert "--nproc 4" in error
+    assert "global_batch_rows" not in error
+    main([method, "--check", *words, "--nproc", "4"])
+    assert "exceed" not in capsys.readouterr().err
 
 
 def test_ranks_that_are_there_go_before_nproc(monkeypatch, capsys):

@@ -59,7 +59,12 @@ def test_exports_are_merged_or_the_adapters_alone(world, capsys):
     found = dict(load_hf("merged", parameter_shapes(cfg)))
     assert_equal(found, merged(world / "whole"))
     said = json.loads(run(capsys, "export", "whole", "--out", "peft", "--adapter", "--json"))
-    assert said == {"folder": "peft", "base": "base"}
+    apart = said.pop("base_difference")
+    assert 0.005 < apart < 0.15
+    assert said == {"folder": "peft", "base": "base", "quantize": "nf4"}
+    text = run(capsys, "export", "whole", "--out", "peft-text", "--adapter")
+    assert "trained over the base in nf4 (4 bits)" in text
+    assert f"are {apart:.1%} of their length (mean) from the whole ones" in text
     lora = read_peft_config("peft", cfg)
     assert (lora.rank, lora.dropout) == (4, 0.2)
     adapters = dict(load_peft("peft", cfg, lora))

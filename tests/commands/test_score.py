@@ -11,6 +11,7 @@ from tests.reward_rows import pair_rows, run_of, settings, step_rows, usable_row
 from tests.runs import words, write_rows
 
 from stepwell.cli import main
+from stepwell.models.hf_reward import NOTES
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.prm import aggregate
 from stepwell.posttrain.reward_model import open_scorer
@@ -147,3 +148,31 @@ def test_what_score_refuses(world, capsys):
     assert "no row of empty.jsonl can be scored" in message
     assert not Path("none.jsonl").exists()
     assert not list(Path().glob(".none*"))
+
+
+def test_models_of_different_objectives_are_not_one(world, capsys):
+    write_rows(Path("one.jsonl"), [{"prompt": "1+2=", "completion": "3"}])
+    for names in ("prm,rm", "rm,prm"):
+        assert main(["score", names, "one.jsonl"]) == 2
+        error = capsys.readouterr().err
+        assert "different objectives" in error
+        assert "prm (process)" in error
+        assert "rm (bradley-terry)" in error
+    score("prm", "one.jsonl")
+    assert "--steps min scores the steps" in capsys.readouterr().err
+    score("rm", "one.jsonl")
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_scores_that_are_not_standardised_are_told(world, capsys):
+    write_rows(Path("one.jsonl"), [{"prompt": "1+2=", "completion": "3"}])
+    score("rm,rm", "one.jsonl", "--aggregate", "mean-k-sd")
+    assert "standardised" not in capsys.readouterr().err
+    assert main(["export", "rm", "--out", "bare", "--dtype", "fp32"]) == 0
+    config = json.loads(Path("bare/config.json").read_text())
+    assert config.pop(NOTES)["score_sd"] > 0
+    Path("bare/config.json").write_text(json.dumps(config))
+    score("rm,bare", "one.jsonl", "--aggregate", "mean-k-sd")
+    assert "not standardised: no mean and deviation on held-out data are known of bare" in (
+        capsys.readouterr().err
+    )

@@ -13,6 +13,7 @@ from stepwell.parallel.mesh import init_distributed
 from stepwell.posttrain.preference_losses import (
     KL,
     REFERENCE,
+    ROUNDING,
     PairLogps,
     bounded_exp,
     dpo,
@@ -29,8 +30,10 @@ from stepwell.posttrain.preference_losses import (
     simpo,
     wins,
 )
+from stepwell.posttrain.references import with_stream
 from stepwell.sections.methods import PreferenceLoss
 from stepwell.train.engine import Engine
+from stepwell.train.losses import document_sums
 from stepwell.types import ConfigError
 from tests.oracle import VOCAB, base_run, full
 from tests.parallel.ranks import run_ranks
@@ -178,6 +181,26 @@ def test_dpo_positive_punishes_only_a_fall_of_the_chosen():
     assert torch.allclose(dpo_positive(risen, reference, 0.1, 50.0), plain)
     assert dpo_positive(fallen, reference, 0.1, 0.0).item() < math.log(2)
     assert dpo_positive(fallen, reference, 0.1, 50.0).item() > 4.0
+
+
+@pytest.mark.parametrize("compute", ROUNDING)
+def test_dpo_positive_charges_nothing_for_rounding(compute):
+    """Its charge has a kink where training starts: below the reference it is 51 times as steep."""
+    config = PreferenceLoss(kind="dpop")
+    reference = PairLogps(torch.tensor([-20.0], dtype=D), torch.tensor([-30.0], dtype=D))
+    free = 20 * ROUNDING[compute]
+
+    def slope(fall: float) -> float:
+        chosen = (reference.chosen - fall).requires_grad_()
+        policy = PairLogps(chosen, reference.rejected)
+        lengths = PairLogps(torch.ones(1, dtype=D), torch.ones(1, dtype=D))
+        pair_losses(config, policy, reference, lengths, ROUNDING[compute]).sum().backward()
+        return grad_of(chosen).item()
+
+    plain = -0.1 / 2
+    assert slope(0.0) == pytest.approx(plain)
+    assert slope(0.9 * free) == pytest.approx(plain, rel=0.1)
+    assert slope(1.1 * free) == pytest.approx(51 * plain, rel=0.5)
 
 
 def test_the_kl_tilted_optimum():
@@ -422,3 +445,23 @@ def test_rules_between_the_keys_of_dpo():
     with pytest.raises(ConfigError, match="displacement_window"):
         parse(displacement_window=3)
     parse(displacement_window=4)
+
+
+def test_dpo_positive_begins_as_dpo_where_the_reference_is_off_by_a_rounding():
+    """The first step, in float32: the sums of a frozen model a little above the policy's own."""
+    norms = {}
+    for kind in ("dpo", "dpop"):
+        config = PreferenceLoss(kind=kind)
+        run = base_run(
+            **{"precision.compute": "fp32", "precision.param": "fp32", "data.seq_len": SEQ_LEN},
+            **{"method.kind": "dpo", "precision.reduce": "fp32"},
+        )
+        engine = Engine(run)
+        plain = pack_pairs(pairs(), SEQ_LEN)
+        logps = document_sums(engine.logprobs(plain), plain, plain.weights_BT)
+        sums = logps * (1 - 1e-7)
+        batch = with_stream(plain, REFERENCE, sums)
+        stats = engine.forward_backward(batch, preference_loss(config, run.precision.compute))
+        assert stats.loss == pytest.approx(math.log(2), rel=1e-4)
+        norms[kind] = engine.optim_step().grad_norm
+    assert norms["dpop"] == pytest.approx(norms["dpo"], rel=1e-3)

@@ -5,8 +5,10 @@ import pytest
 
 from stepwell.config import Run
 from stepwell.sections.optim import GuardConfig
+from stepwell.train.engine import Engine
 from stepwell.train.guard import Guard, GuardStop, merged, suspects
 from stepwell.types import CheckpointError, ConfigError, TrainingError
+from tests.oracle import base_run
 
 CONFIG = GuardConfig(spike_factor=4.0, window=5, min_history=3, max_skips_in_a_row=2)
 
@@ -95,7 +97,7 @@ def test_bounds_of_zero_look_for_no_spike():
 
 
 def test_a_bad_step_enters_no_history():
-    guard = Guard(CONFIG)
+    guard = Guard(configured(loss_spike=3.0))
     for _ in range(3):
         guard.judge(1.0, 2.0, 3.0)
     before = guard.state()["good"]
@@ -128,6 +130,26 @@ def test_the_loss_has_a_ceiling_from_the_second_step_on():
     again = Guard(CONFIG, vocab_size=403)
     again.load(json.loads(json.dumps(high.state())))
     assert again.ceiling == 23.0
+
+
+def test_losses_of_other_scales_are_no_spikes_unless_a_key_says_so():
+    """Of ipo, say, which begins at 1 / (4 beta^2) = 25; three nats are nothing to it."""
+    losses = [25.0, 26.0, 24.0]
+    for config, ok in ((CONFIG, True), (configured(loss_spike=3.0), False)):
+        guard = Guard(config)  # without a vocabulary: no nats of a language model
+        assert all(guard.judge(loss, 1.0).ok for loss in losses)
+        assert guard.judge(40.0, 1.0).ok is ok
+        assert guard.ceiling == math.inf
+    assert not _ceilinged(losses).judge(40.0, 1.0).ok
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "dpo", "reward", "grpo", "ppo", "online-dpo"])
+def test_only_nats_of_a_language_model_have_a_spike_by_default(kind):
+    sampled = {"method.max_new_tokens": 4} if kind in ("grpo", "ppo", "online-dpo") else {}
+    guard = Engine(base_run(**{"method.kind": kind, **sampled})).guard
+    nats = kind in ("pretrain", "sft")
+    assert guard.loss_spike == (3.0 if nats else 0.0)
+    assert (guard.blind_loss is not None) == nats
 
 
 def test_advice_against_an_explosion_is_a_lower_rate():
@@ -203,7 +225,7 @@ def test_too_many_in_a_row_stop_with_advice_and_a_good_step_resets_the_count():
     ],
 )
 def test_advice_for_spikes_names_the_knob(values, knob):
-    guard = Guard(CONFIG)
+    guard = Guard(configured(loss_spike=3.0))
     for _ in range(3):
         guard.judge(1.0, 1.0, 1.0)
     guard.judge(*values)

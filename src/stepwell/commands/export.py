@@ -152,11 +152,35 @@ def export_adapter(options: Export) -> int:
         )
     weights = load_weights(adapter.folder, adapter_shapes(cfg, adapter.lora))
     save_peft(options.out, cfg, adapter.lora, weights, adapter.base, options.overwrite)
-    if options.json:
-        print(json.dumps({"folder": options.out, "base": adapter.base}))
-    else:
-        print(f"adapters over {adapter.base or 'weights drawn from the seed'}: {options.out}")
+    found: dict[str, str | float | None] = {"folder": options.out, "base": adapter.base}
+    base = adapter.base or "weights drawn from the seed"
+    text = f"adapters over {base}: {options.out}"
+    if adapter.lora.quantize != "none":
+        found["quantize"] = adapter.lora.quantize
+        text += (
+            f"\nthey were trained over the base in {adapter.lora.quantize} (4 bits), and correct "
+            "for it too: load the base in 4 bits with them"
+        )
+        if adapter.base is not None:
+            found["base_difference"] = apart = base_difference(adapter, cfg)
+            text += (
+                f". Its adapted matrices are {apart:.1%} of their length (mean) from the whole ones"
+            )
+        text += "; without --adapter, the base is exported as it was in training"
+    print(json.dumps(found) if options.json else text)
     return 0
+
+
+def base_difference(adapter: StoredAdapter, cfg: ModelConfig) -> float:
+    """How far the 4-bit base of a run is from the base in full: the mean over adapted matrices of
+    |Q(W) - W| / |W|."""
+    from stepwell.train.weights import initial_weights
+
+    base = cfg.model_copy(update={"init": adapter.base})
+    errors: dict[str, float] = {}
+    for _ in measured(initial_weights(base) or (), adapter, cfg, errors):
+        continue
+    return sum(errors.values()) / len(errors)
 
 
 def stored_adapter(name: str) -> StoredAdapter:

@@ -9,7 +9,7 @@ from math import prod
 
 from stepwell.config import Run
 from stepwell.parallel.lever_rules import check_host
-from stepwell.parallel.rules import AxisSizes, axis_sizes, check_run
+from stepwell.parallel.rules import AxisSizes, axis_sizes, check_run, step_units
 from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
@@ -73,13 +73,14 @@ def check(run: Run, ranks: Ranks, shown: str = "--nproc {}") -> AxisSizes:
 def check_rows(run: Run, num_ranks: int, shown: str) -> None:
     """Raises ConfigError unless the layout fits so many ranks and each has a row."""
     sizes = check_run(run, num_ranks, rules=())
-    data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
-    if run.method.kind != "grpo" and data_ranks > rows:
+    data_ranks, units = sizes.dp_replicate * sizes.dp_shard, step_units(run)
+    if units is not None and data_ranks > units[1]:
+        key, rows, unit = units
         shares = "" if data_ranks == num_ranks else f", {data_ranks} of them for data,"
         best = shown.format(rows * num_ranks // data_ranks)
         raise ConfigError(
-            f"{num_ranks} ranks{shares} exceed train.global_batch_rows={rows}, so some would have "
-            f"no row; the nearest legal value is {best}"
+            f"{num_ranks} ranks{shares} exceed {key}={rows}, so some would have "
+            f"no {unit}; the nearest legal value is {best}"
         )
 
 

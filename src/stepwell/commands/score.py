@@ -54,8 +54,8 @@ class Score:
     """Use the first so many rows."""
     tokenizer: Place = None
     """Where the models come without one: a tokenizer.json or its folder."""
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    """Of the computation."""
+    dtype: Literal["bf16", "fp32"] | None = None
+    """Of the computation; by default bf16 on a GPU, fp32 on the CPU."""
     json: bool = False
     """Print the summary as JSON."""
 
@@ -67,10 +67,12 @@ def main(argv: Sequence[str]) -> int:
     from stepwell.data.sources.rows import records
     from stepwell.parallel.mesh import Mesh
     from stepwell.posttrain.reward_model import open_scorer
+    from stepwell.posttrain.reward_objectives import check_objectives, remarks
 
     if options.out is None and options.json:
         raise ConfigError("--json prints the summary where the scores go; name a file with --out")
     names = options.models.split(",")
+    objectives = check_objectives(names)
     model = open_model(names[0], options.tokenizer)
     tokenizer = load_tokenizer(model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,8 +83,10 @@ def main(argv: Sequence[str]) -> int:
         options.aggregate,
         options.k,
         tokenizer=tokenizer,
-        compute=options.dtype,
+        compute=options.dtype or ("bf16" if device.type == "cuda" else "fp32"),
     )
+    for remark in remarks(scorer, objectives, options.steps != "none"):
+        print(f"warning: {remark}", file=sys.stderr)
     rows = islice(records(options.rows), options.limit)
     margins: list[float] = []
     summary: dict[str, Any] = {"rows": 0, "scored": 0, "dropped": {}}

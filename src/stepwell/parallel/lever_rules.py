@@ -78,7 +78,7 @@ def eight_bits(run: Run, sizes: AxisSizes) -> list[Complaint]:
 
 def release(run: Run, sizes: AxisSizes) -> list[Complaint]:
     """A step within the backward pass sees one gradient of one micro-batch, and can't be undone."""
-    optim, grpo = run.optim, run.method.kind == "grpo"
+    optim, packed = run.optim, not run.method.row_steps
     if not optim.release_gradients:
         return []
     micro = run.train.micro_batch_rows
@@ -94,9 +94,12 @@ def release(run: Run, sizes: AxisSizes) -> list[Complaint]:
             run.guard.action != "none",
             (only(guard__action="none"),),
         ),
-        "method.kind='grpo', whose steps have any number of micro-batches": (grpo, ()),
+        f"method.kind={run.method.kind!r}, whose steps have any number of micro-batches": (
+            packed,
+            (),
+        ),
         f"train.micro_batch_rows={micro}, for a step has one micro-batch": (
-            not grpo and micro < least,
+            not packed and micro < least,
             (only(train__micro_batch_rows=least), only(train__global_batch_rows=_rows(run, sizes))),
         ),
         "offload.optimizer=true": (run.offload.optimizer, (only(offload__optimizer=False),)),

@@ -74,7 +74,7 @@ def _given_stages(
 
 
 def micro_batches(run: Run, sizes: AxisSizes) -> list[Complaint]:
-    if sizes.pp == 1 or run.method.kind == "grpo":  # its rows are not known beforehand
+    if sizes.pp == 1 or not run.method.row_steps:  # rows are not known beforehand
         return []
     if run.optim.release_gradients:  # one micro-batch; another rule refuses that
         return []

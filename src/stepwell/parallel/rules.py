@@ -27,6 +27,7 @@ from stepwell.parallel.remedies import (
     values_of,
 )
 from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.methods import SampledMethod
 from stepwell.types import ConfigError
 
 
@@ -254,17 +255,28 @@ def _zero(run: Run, sizes: AxisSizes) -> list[Complaint]:
     return found
 
 
+def step_units(run: Run) -> tuple[str, int, str] | None:
+    """The key that says how many units of a step the ranks share, their number, and what one is
+    called. None for methods that sample: a rank may be without a prompt."""
+    method = run.method
+    if isinstance(method, SampledMethod):
+        return None
+    if method.units_per_step is None:
+        return method.step_key, run.train.global_batch_rows, "row"
+    unit = method.step_key.removeprefix("method.").removesuffix("s_per_step")
+    return method.step_key, method.units_per_step, unit
+
+
 def _rows(run: Run, sizes: AxisSizes) -> list[Complaint]:
-    data_ranks, rows = sizes.dp_replicate * sizes.dp_shard, run.train.global_batch_rows
-    if run.method.kind == "grpo" or data_ranks <= rows:
+    data_ranks, units = sizes.dp_replicate * sizes.dp_shard, step_units(run)
+    if units is None or data_ranks <= units[1]:
         return []
+    key, rows, unit = units
     world = prod(sizes)
     shares = "" if data_ranks == world else f", {data_ranks} of them for data,"
-    said = f"{world} ranks{shares} exceed train.global_batch_rows={rows}, so some would have no row"
+    said = f"{world} ranks{shares} exceed {key}={rows}, so some would have no {unit}"
     fewer = range(rows * world // data_ranks, 0, -1)
-    return [
-        Complaint(said, (only(train__global_batch_rows=data_ranks), values_of(RANKS, fewer[:32])))
-    ]
+    return [Complaint(said, (values_of(key, [data_ranks]), values_of(RANKS, fewer[:32])))]
 
 
 RULES: tuple[Rule, ...] = (

@@ -95,7 +95,7 @@ def _train(
 ) -> int:
     method, pad_id = run.method, tokenizer.pad_id
     assert isinstance(method, DPO)
-    loss = preference_loss(method.loss)
+    loss = preference_loss(method.loss, run.precision.compute)
     fingerprint = tokenizer.fingerprint
     with open_session(run, weights, mesh=mesh, tokenizer=fingerprint, held=True) as session:
         saved, start = session.extra or {}, session.engine.step

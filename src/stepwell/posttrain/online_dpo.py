@@ -233,7 +233,7 @@ def take_steps(
         seen.append(gauge.read(mesh))
         return {**line, **seen[0].metrics()}  # later steps are of other weights
 
-    loss, action = gauged(method.loss, gauge), ""
+    loss, action = gauged(method.loss, gauge, run.precision.compute), ""
     divisors = denominators(found.pairs, method)
     for batch in minibatches(answers, found.pairs, run, pad_id, mesh, state["rollouts"]):
         info = session.step(batch, loss, method.temperature, more, divisors)

@@ -130,9 +130,9 @@ def packed(pairs: Sequence[tuple[Answer, Answer]], run: Run, pad_id: int) -> Bat
     return with_stream(batch, REFERENCE, torch.tensor(sums, dtype=torch.float64))
 
 
-def gauged(config: PreferenceLoss, gauge: Gauge) -> Loss:
+def gauged(config: PreferenceLoss, gauge: Gauge, compute: str | None = None) -> Loss:
     """`preference_loss`; the gauge sees the policy's and the sampler's log-probabilities."""
-    plain = preference_loss(config)
+    plain = preference_loss(config, compute)
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         assert outputs.logprobs_BT is not None

@@ -17,6 +17,7 @@ from stepwell.parallel.mesh import all_gather_objects
 from stepwell.posttrain.preference_losses import (
     KL,
     LABEL,
+    ROUNDING,
     PairLogps,
     kto,
     pair_losses,
@@ -51,7 +52,8 @@ def heldout_metrics(
     found = found[found[:, 0].argsort(stable=True)]
     columns: dict[str, Tensor] = dict(zip(COLUMNS, found.unbind(1), strict=True))
     config = method.loss
-    metrics = of_labelled(config, columns) if rows.labelled else of_pairs(config, columns)
+    eps = ROUNDING[engine.run.precision.compute]
+    metrics = of_labelled(config, columns) if rows.labelled else of_pairs(config, columns, eps)
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
@@ -74,13 +76,15 @@ def documents_of(score: Callable[[Batch], Tensor], reference: Reference, batch: 
     return torch.stack(columns, 1)
 
 
-def of_pairs(config: PreferenceLoss, columns: dict[str, Tensor]) -> dict[str, float]:
+def of_pairs(
+    config: PreferenceLoss, columns: dict[str, Tensor], eps: float = 0.0
+) -> dict[str, float]:
     logps, theirs, lengths = (
         PairLogps(columns[name][0::2], columns[name][1::2])
         for name in ("logps", "reference", "lengths")
     )
     reference = theirs if config.needs_reference else None
-    losses = pair_losses(config, logps, reference, lengths)
+    losses = pair_losses(config, logps, reference, lengths, eps)
     sums = pair_metrics(config, logps, reference, lengths, losses)
     found = {name: (total / count).item() for name, (total, count) in sums.items()}
     chosen, rejected = (

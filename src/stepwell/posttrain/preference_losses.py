@@ -25,6 +25,9 @@ from stepwell.train.losses import Loss, LossSums, document_counts, document_sums
 REFERENCE, LABEL, KL = "reference_logps", "label", "kl"
 # Beyond e^30 a divergence's derivative goes on as a straight line, so that no loss overflows.
 MAX_EXPONENT = 30.0
+# The share of itself by which a sum of log-probabilities is off that was scored by another path or
+# in other rows, by precision.compute. Streams are float32, so in fp64 it is a rounding of that.
+ROUNDING = {"bf16": 2.0**-7, "fp16": 2.0**-9, "fp32": 2.0**-20, "fp64": 2.0**-23}
 LN2 = math.log(2.0)
 
 
@@ -83,10 +86,18 @@ def hinge(margins: Tensor) -> Tensor:
     return relu(1 - margins)
 
 
-def dpo_positive(policy: PairLogps, reference: PairLogps, beta: float, coef: float) -> Tensor:
-    """DPO that is charged for chosen answers below the reference (2402.13228, equation 3)."""
+def dpo_positive(
+    policy: PairLogps, reference: PairLogps, beta: float, coef: float, eps: float = 0.0
+) -> Tensor:
+    """DPO that is charged for chosen answers below the reference (2402.13228, equation 3).
+
+    eps: a fall of up to eps times the reference's own size is free. The charge has a kink at the
+    reference, where training starts: without that, rounding alone would decide whether the first
+    step's gradient is that of DPO or many times it.
+    """
     chosen, rejected = policy.chosen - reference.chosen, policy.rejected - reference.rejected
-    return -logsigmoid(beta * (chosen - rejected - coef * relu(-chosen)))
+    fall = relu(-chosen - eps * reference.chosen.abs())
+    return -logsigmoid(beta * (chosen - rejected - coef * fall))
 
 
 def simpo(means: PairLogps, beta: float, margin: float) -> Tensor:
@@ -139,20 +150,22 @@ def kto(
 # --- the losses --------------------------------------------------------------------------------
 
 
-def preference_loss(config: PreferenceLoss) -> Loss:
+def preference_loss(config: PreferenceLoss, compute: str | None = None) -> Loss:
     """The mean over all pairs (rows, in kto) of the global batch. The batch carries REFERENCE if
-    config.needs_reference, and in kto LABEL and KL.
+    config.needs_reference, and in kto LABEL and KL. compute: precision.compute, whose rounding
+    dpop forgives (None: none).
 
     Metrics, means over pairs: `loss`; `rewards/chosen`, `rewards/rejected` and their difference
     `rewards/margin` (beta is in them once), `rewards/accuracy` (a tie counts half); `logps/chosen`,
     `logps/rejected`; `logps/chosen_shift`, `logps/rejected_shift` (nats above the reference);
     `logps/*_per_token`, means over tokens.
     """
+    eps = 0.0 if compute is None else ROUNDING[compute]
     fn = _kto_sums if config.kind == "kto" else _pair_sums
     count = _count_rows if config.kind == "kto" else _count_pairs
 
     def sums(outputs: TokenOutputs, batch: Batch) -> LossSums:
-        return fn(config, outputs, batch)
+        return fn(config, outputs, batch, eps)
 
     return Loss(frozenset({"logprobs"}), count, sums, whole_rows=True)
 
@@ -166,9 +179,13 @@ def _count_rows(batch: Batch) -> dict[str, float]:
 
 
 def pair_losses(
-    config: PreferenceLoss, policy: PairLogps, reference: PairLogps | None, lengths: PairLogps
+    config: PreferenceLoss,
+    policy: PairLogps,
+    reference: PairLogps | None,
+    lengths: PairLogps,
+    eps: float = 0.0,
 ) -> Tensor:
-    """(P,). policy, reference: sums; lengths: tokens of each answer."""
+    """(P,). policy, reference: sums; lengths: tokens of each answer; eps: as in `dpo_positive`."""
     means = PairLogps(*(total / n for total, n in zip(policy, lengths, strict=True)))
     kind, beta = config.kind, config.beta
     if kind == "simpo":
@@ -179,20 +196,24 @@ def pair_losses(
         losses = cpo(means if config.length_normalised else policy, beta)
     else:
         assert reference is not None
-        losses = _against_reference(config, policy, reference, lengths)
+        losses = _against_reference(config, policy, reference, lengths, eps)
     weight = config.sft_weight
     return losses - weight * means.chosen if weight else losses
 
 
 def _against_reference(
-    config: PreferenceLoss, policy: PairLogps, reference: PairLogps, lengths: PairLogps
+    config: PreferenceLoss,
+    policy: PairLogps,
+    reference: PairLogps,
+    lengths: PairLogps,
+    eps: float,
 ) -> Tensor:
     beta = config.beta
     if config.length_normalised:
         policy = PairLogps(*(total / n for total, n in zip(policy, lengths, strict=True)))
         reference = PairLogps(*(total / n for total, n in zip(reference, lengths, strict=True)))
     if config.kind == "dpop":
-        return dpo_positive(policy, reference, beta, config.positive_coef)
+        return dpo_positive(policy, reference, beta, config.positive_coef, eps)
     rewards = [
         implicit_reward(mine - theirs, config.divergence, config.alpha)
         for mine, theirs in zip(policy, reference, strict=True)
@@ -215,13 +236,13 @@ def rewards_of(config: PreferenceLoss, logps: Tensor, reference: Tensor, lengths
     return config.beta * implicit_reward(logps - reference, config.divergence, config.alpha)
 
 
-def _pair_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch) -> LossSums:
+def _pair_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch, eps: float) -> LossSums:
     logps = _logps(outputs, batch)
     dtype = logps.chosen.dtype
     lengths, reference = _pairs(document_counts(batch).to(dtype)), None
     if config.needs_reference:
         reference = _pairs(per_document(batch.extra[REFERENCE], batch).to(dtype))
-    losses = pair_losses(config, logps, reference, lengths)
+    losses = pair_losses(config, logps, reference, lengths, eps)
     detached = PairLogps(*(x.detach() for x in logps))
     metrics = pair_metrics(config, detached, reference, lengths, losses.detach())
     return LossSums({"pairs": losses.sum()}, metrics)
@@ -264,7 +285,7 @@ def wins(chosen: Tensor, rejected: Tensor) -> Tensor:
     return ((chosen > rejected).to(chosen.dtype) + (chosen >= rejected).to(chosen.dtype)) / 2
 
 
-def _kto_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch) -> LossSums:
+def _kto_sums(config: PreferenceLoss, outputs: TokenOutputs, batch: Batch, _eps: float) -> LossSums:
     assert outputs.logprobs_BT is not None
     logps_R = document_sums(outputs.logprobs_BT, batch, batch.weights_BT)
     reference_R = per_document(batch.extra[REFERENCE], batch)

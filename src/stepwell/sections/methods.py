@@ -1,9 +1,12 @@
 """How a run is trained: the section `method`, one class a method.
 
 Class variables say what a method's steps are made of, so that rules about runs need not list
-methods: `row_steps`, a step takes train.global_batch_rows rows; `evaluates`, held-out data are
-scored during training; `heldout_rows`, these may be rows like those of data.path; `shows_loss`, the
-loss says how training goes.
+methods: `row_steps`, a step takes train.global_batch_rows rows; `step_key`, the key that says of
+how many units it is made; `evaluates`, held-out data are scored during training; `heldout_rows`,
+these may be rows like those of data.path; `shows_loss`, the loss says how training goes;
+`loss_in_nats`, it is a token's negative log-likelihood, with what [loss] adds; `orders`, the values
+of data.order that it knows; `masks_windows`, its rows are windows of token stores, in which
+data.document_mask may be off.
 """
 
 from __future__ import annotations
@@ -28,14 +31,27 @@ from stepwell.sections.chat import ChatColumns, ChatFormat, ChatRole, RoleNames
 
 class MethodSection(Section):
     row_steps: ClassVar[bool] = False
+    step_key: ClassVar[str] = "train.global_batch_rows"
     evaluates: ClassVar[bool] = False
     heldout_rows: ClassVar[bool] = False
     shows_loss: ClassVar[bool] = True
+    loss_in_nats: ClassVar[bool] = False
+    orders: ClassVar[tuple[str, ...]] = ("shuffled",)
+    masks_windows: ClassVar[bool] = False
+
+    @property
+    def units_per_step(self) -> int | None:
+        """What step_key says; None where it is no key of the method's own."""
+        section, _, key = self.step_key.partition(".")
+        return getattr(self, key) if section == "method" else None
 
 
 class Pretrain(MethodSection):
     row_steps: ClassVar[bool] = True
     evaluates: ClassVar[bool] = True
+    loss_in_nats: ClassVar[bool] = True
+    orders: ClassVar[tuple[str, ...]] = ("shuffled", "sequential", "quality-ascending")
+    masks_windows: ClassVar[bool] = True
 
     kind: Literal["pretrain"] = "pretrain"
 
@@ -49,6 +65,8 @@ class SFT(MethodSection):
     row_steps: ClassVar[bool] = True
     evaluates: ClassVar[bool] = True
     heldout_rows: ClassVar[bool] = True
+    loss_in_nats: ClassVar[bool] = True
+    orders: ClassVar[tuple[str, ...]] = ("shuffled", "sequential")
 
     kind: Literal["sft"] = "sft"
     epochs: Above0 | None = None
@@ -159,6 +177,7 @@ class DPO(MethodSection):
     with the highest CHES scores that is left out.
     """
 
+    step_key: ClassVar[str] = "method.pairs_per_step"
     evaluates: ClassVar[bool] = True
     heldout_rows: ClassVar[bool] = True
 
@@ -195,6 +214,11 @@ class DPO(MethodSection):
                 f"method.reference={self.reference!r} changes nothing in kind {kind!r}, which "
                 "compares with no reference; leave it at 'cached' (nothing is scored)"
             )
+        if not self.loss.needs_reference and self.reference_from is not None:
+            raise ValueError(
+                f"method.reference_from={self.reference_from!r} changes nothing in kind {kind!r}, "
+                "which compares with no reference; leave it out"
+            )
         if self.reference_from is not None and self.reference != "cached":
             raise ValueError(
                 f"method.reference_from={self.reference_from!r} holds cached sums, but "
@@ -217,8 +241,10 @@ class RewardModel(MethodSection):
     lose their beginning. A pair must fit data.seq_len.
     """
 
+    step_key: ClassVar[str] = "method.rows_per_step"
     evaluates: ClassVar[bool] = True
     heldout_rows: ClassVar[bool] = True
+    orders: ClassVar[tuple[str, ...]] = ("shuffled", "sequential")
 
     kind: Literal["reward"] = "reward"
     objective: Literal["bradley-terry", "regression", "classification", "process"] = "bradley-terry"
@@ -319,6 +345,7 @@ class SampledMethod(MethodSection):
     from the reference (0: any); beyond it the run stops, or kl_coef is raised (over_budget).
     """
 
+    step_key: ClassVar[str] = "method.prompts_per_step"
     shows_loss: ClassVar[bool] = False
 
     prompts_per_step: Positive = 16

@@ -51,15 +51,17 @@ class GuardConfig(Section):
     batch; stop ends the run. rewind goes back to the last checkpoint before the last
     `suspect_steps` batches, leaves these out, and lowers the learning rate to `lr_factor` of itself
     until `cooldown_steps` after the bad step (0: for good).
-    Spikes: a loss more than loss_spike (nats a token) above its median, a gradient norm above
+    Spikes: a loss more than loss_spike above its median (none: 3 nats where the loss is in nats a
+    token, in pretrain and sft; 0 in other methods, whose losses have scales of their own), a
+    gradient norm above
     spike_factor times its median, an update's norm over the learning rate above
     update_spike_factor times its median. loss_spike or update_spike_factor 0: not looked for.
-    From the second step on, a loss is bad too that is more than loss_spike above ln(vocab_size) and
-    above the first good loss.
+    From the second step on, a loss in nats is bad too that is more than loss_spike above
+    ln(vocab_size) and above the first good loss.
     """
 
     action: Literal["none", "skip", "rewind", "stop"] = "skip"
-    loss_spike: AtLeast0 = 3.0
+    loss_spike: AtLeast0 | None = None
     spike_factor: Annotated[float, Field(strict=True, gt=1)] = 20.0
     update_spike_factor: AtLeast0 = 10.0
     window: Positive = 64

@@ -156,7 +156,8 @@ class Engine:
                 self.activation_offload.attach(piece)
         self.delayed_scaling = delayed_scaling(run, self.mesh, self.pieces)
         self.loss_scale = loss_scale(run)
-        self.guard = Guard(run.guard, run.model.vocab_size, run.precision.compute)
+        vocab_size = run.model.vocab_size if run.method.loss_in_nats else None
+        self.guard = Guard(run.guard, vocab_size, run.precision.compute)
         self.step = 0
         self.updates = 0
         self._last_loss: float | None = None

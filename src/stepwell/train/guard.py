@@ -46,6 +46,7 @@ class Verdict(NamedTuple):
 
 
 TAKEN = Verdict()
+LOSS_SPIKE_NATS = 3.0
 # What the state of an earlier version may lack.
 NEWER = {"first_loss", "any_good", "recent"}
 
@@ -67,7 +68,9 @@ class Guard:
     loss has a ceiling besides, from the second step on: `loss_spike` nats above that of a blind
     guess, ln(vocab_size), or above the first good one, whichever is higher.
 
-    vocab_size: of the model; None for no ceiling. compute: the run's precision, for the advice.
+    vocab_size: of the model; None for a loss that is not in nats a token, which has no ceiling and
+    of which no spike is looked for unless loss_spike says what one is. compute: the run's
+    precision, for the advice.
 
     rewinds: how many there were. lr_scale: on all learning rates, until step `cooldown_until`
     (None: for good). jumped: batches that are left out, [first, last] of each stream by its name,
@@ -77,6 +80,8 @@ class Guard:
     def __init__(self, config: GuardConfig, vocab_size: int | None = None, compute: str = "bf16"):
         self.config, self.compute = config, compute
         self.blind_loss = math.log(vocab_size) if vocab_size else None
+        usual = LOSS_SPIKE_NATS if vocab_size else 0.0
+        self.loss_spike = usual if config.loss_spike is None else config.loss_spike
         self.first_loss: float | None = None
         self.any_good = False
         self.good: dict[str, deque[float]] = {key: deque(maxlen=config.window) for key in WATCHED}
@@ -142,9 +147,9 @@ class Guard:
     @property
     def ceiling(self) -> float:
         """What no loss may exceed; infinite while there is nothing to measure it by."""
-        if self.blind_loss is None or self.first_loss is None or not self.config.loss_spike:
+        if self.blind_loss is None or self.first_loss is None or not self.loss_spike:
             return math.inf
-        return max(self.blind_loss, self.first_loss) + self.config.loss_spike
+        return max(self.blind_loss, self.first_loss) + self.loss_spike
 
     def _above_ceiling(self, loss: float) -> Verdict:
         assert self.blind_loss is not None
@@ -152,12 +157,12 @@ class Guard:
         base = f"the {self.blind_loss:.4g} of a blind guess, ln(model.vocab_size)"
         if self.first_loss > self.blind_loss:
             base = f"the first good one, {self.first_loss:.4g}"
-        margin = self.config.loss_spike
+        margin = self.loss_spike
         reason = f"the loss, {loss:.4g}, is more than guard.loss_spike={margin:g} above {base}"
         return Verdict("skip", reason, "loss", loss, None, self.ceiling)
 
     def _margin(self, key: str) -> float:
-        return getattr(self.config, MARGINS[key])
+        return self.loss_spike if key == "loss" else getattr(self.config, MARGINS[key])
 
     def _threshold(self, key: str, median: float) -> tuple[float, str]:
         margin = self._margin(key)
