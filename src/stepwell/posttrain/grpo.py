@@ -31,7 +31,7 @@ from stepwell.posttrain.policy_batch import (
 )
 from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_loss
 from stepwell.posttrain.reward_self_test import try_at_start
-from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics, reward_terms
+from stepwell.posttrain.rewards import Rewards, open_rewards, reward_terms
 from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.posttrain.sampled import (
     REFILL_SEED,
@@ -40,9 +40,9 @@ from stepwell.posttrain.sampled import (
     check_sampled,
     dealt,
     greedy_answers,
+    headline,
     open_samples,
     prompt_numbers,
-    rollout_metrics,
     step_prompts,
     without_answers,
 )
@@ -183,7 +183,7 @@ def _train(
             drawn = draw(stream, place, prompts)
             if engine.step == start:
                 check_failures(Rollouts(drawn.groups).rows())
-            more = {**headline(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
+            more = {**drawn_numbers(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
             answers = answers_of(Rollouts(drawn.kept))
             kl = None
             if reference is not None:
@@ -264,13 +264,9 @@ def draw(stream: RolloutStream, place: Place, prompts: Sequence[Prompt]) -> Draw
     return draw_alive(take, method.prompts_per_step, method.max_refills)
 
 
-def headline(drawn: Drawn, rewards: Rewards, method: GRPO) -> dict[str, float]:
+def drawn_numbers(drawn: Drawn, rewards: Rewards, method: GRPO) -> dict[str, float]:
     """What a rollout says of the policy, over all groups that were drawn."""
-    rollouts = Rollouts(drawn.groups)
-    verdicts = [verdict for group in drawn.groups for verdict in group.verdicts]
-    terms = [dimension.term for dimension in rewards.dimensions]
-    found = rollout_metrics([rollouts], rollouts.rows(), terms)
-    found |= reward_metrics(rewards.names, verdicts)
+    found = headline(Rollouts(drawn.groups), rewards)
     if method.dynamic_sampling:
         found["rollout/refills"] = drawn.refills
         found["rollout/thrown_groups"] = len(drawn.thrown)

@@ -33,14 +33,14 @@ from stepwell.posttrain.policy_pairs import (
     paired,
 )
 from stepwell.posttrain.reward_self_test import try_at_start
-from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics
+from stepwell.posttrain.rewards import Rewards, open_rewards
 from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
     check_failures,
     dealt,
     greedy_answers,
-    rollout_metrics,
+    headline,
     step_prompts,
 )
 from stepwell.posttrain.sampling.environments import Factory, find_environment
@@ -301,16 +301,6 @@ def without_pairs(session: Session, rollout: int, in_a_row: int, found: Paired) 
             "from the last checkpoint and would stop here again; method.max_empty is how many are "
             "borne"
         )
-
-
-def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
-    """What a rollout says of the policy: reward as a whole and by dimension, lengths, failures."""
-    terms = [dimension.term for dimension in rewards.dimensions]
-    verdicts = [verdict for group in rollouts.groups for verdict in group.verdicts]
-    return {
-        **rollout_metrics([rollouts], rollouts.rows(), terms),
-        **reward_metrics(rewards.names, verdicts),
-    }
 
 
 def open_samples(session: Session, last: int) -> LineFile:

@@ -36,7 +36,7 @@ from stepwell.posttrain.placement import (
 from stepwell.posttrain.ppo_loss import policy_loss, shared
 from stepwell.posttrain.ppo_targets import ask, passes, with_targets
 from stepwell.posttrain.reward_self_test import try_at_start
-from stepwell.posttrain.rewards import Rewards, open_rewards, reward_metrics
+from stepwell.posttrain.rewards import Rewards, open_rewards
 from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
@@ -44,9 +44,9 @@ from stepwell.posttrain.sampled import (
     check_sampled,
     dealt,
     greedy_answers,
+    headline,
     open_samples,
     prompt_numbers,
-    rollout_metrics,
     without_answers,
 )
 from stepwell.posttrain.sampling.environments import find_environment
@@ -221,16 +221,6 @@ def rollout_prompts(num_prompts: int, run: Run, number: int) -> list[int]:
     assert isinstance(method, PPO)
     count = method.prompts_per_step
     return prompt_numbers(num_prompts, run.train.seed, number * count, count)
-
-
-def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
-    """What a rollout says of the policy: reward as a whole and by dimension, lengths, failures."""
-    terms = [dimension.term for dimension in rewards.dimensions]
-    verdicts = [verdict for group in rollouts.groups for verdict in group.verdicts]
-    return {
-        **rollout_metrics([rollouts], rollouts.rows(), terms),
-        **reward_metrics(rewards.names, verdicts),
-    }
 
 
 # --- around it ---------------------------------------------------------------------------------

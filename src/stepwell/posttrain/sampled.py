@@ -15,7 +15,7 @@ from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.advantages import dead_share
-from stepwell.posttrain.rewards import reward_terms
+from stepwell.posttrain.rewards import Rewards, reward_metrics, reward_terms
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
 from stepwell.posttrain.sampling.environments import Factory, find_environment
 from stepwell.sections.methods import RewardTerm, SampledMethod
@@ -143,6 +143,16 @@ def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
             f"the verifier failed on every one of the {len(rows)} answers of the first rollout; "
             f"the first failure is {rows[0]['failure']}: {rows[0]['detail']}"
         )
+
+
+def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:
+    """What a rollout says of the policy: reward as a whole and by dimension, lengths, failures."""
+    terms = [dimension.term for dimension in rewards.dimensions]
+    verdicts = [verdict for group in rollouts.groups for verdict in group.verdicts]
+    return {
+        **rollout_metrics([rollouts], rollouts.rows(), terms),
+        **reward_metrics(rewards.names, verdicts),
+    }
 
 
 def rollout_metrics(

@@ -18,6 +18,7 @@ FREE_KEYS = (
     "checkpoint.every_steps",
     "checkpoint.keep_best",
     "checkpoint.keep_last",
+    "method.displacement",
     "method.overopt",
     "precision.fp8.shadow_every",
     "precision.fp8.shadow_tolerance",
