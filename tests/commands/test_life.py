@@ -17,10 +17,11 @@ MODEL = {
     "head_dim": 16,
     "d_ff": 64,
 }
-SMALL = [
-    *("--data.seq_len", "64", "--train.global_batch_rows", "4", "--train.micro_batch_rows", "2"),
+PACKED = [
+    *("--data.seq_len", "64", "--train.micro_batch_rows", "2"),
     *("--data.tokenizer", "tokenizer", "--json"),
 ]
+SMALL = ["--train.global_batch_rows", "4", *PACKED]
 
 
 def write_rows(path: str, rows: list[dict]) -> None:
@@ -56,7 +57,7 @@ def life(tmp_path_factory):
     problems = ["--data.path", "problems.jsonl", "--model.init", "tuned", "--train.steps", "2"]
     group = ["--method.prompts_per_step", "2", "--method.group_size", "2"]
     short = ["--method.max_new_tokens", "4"]
-    codes.append(main(["grpo", *problems, *group, *short, *SMALL, "--dir", "rewarded"]))
+    codes.append(main(["grpo", *problems, *group, *short, *PACKED, "--dir", "rewarded"]))
     assert codes == [0] * 6
     yield folder
     patch.undo()
