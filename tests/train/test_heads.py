@@ -132,8 +132,9 @@ def test_documents_are_summed_and_read_by_their_number():
     assert num_docs == len(naive)
     values_BT = torch.randn(rows.tokens_BT.shape, dtype=torch.float64)
     values_BT[rows.docs_BT < 0] = torch.nan  # padding stays out
-    sums = [sum(values_BT[b, t] for b, t in naive[key]) for key in sorted(naive)]
-    torch.testing.assert_close(document_sums(values_BT, rows), torch.stack(sums))
+    sums = [sum(values_BT[b, t].item() for b, t in naive[key]) for key in sorted(naive)]
+    wanted = torch.tensor(sums, dtype=torch.float64)
+    torch.testing.assert_close(document_sums(values_BT, rows), wanted)
     stream_BT = torch.where(rows.docs_BT >= 0, index_BT * 10.0, 7.0)
     assert per_document(stream_BT, rows).tolist() == [10.0 * i for i in range(num_docs)]
 
@@ -190,6 +191,12 @@ def test_a_method_and_its_head_fit():
     assert base_run(**{"method.kind": "ppo", "method.max_new_tokens": 8}).model.head == "lm"
 
 
+def weights_of(run, seed):
+    weights = initial_weights(run.model, seed)
+    assert weights is not None
+    return dict(weights)
+
+
 def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path):
     lm = Engine(base_run(**{"model.tied": False}))
     lm.save(tmp_path / "lm", {}).wait()
@@ -198,11 +205,9 @@ def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path
                               "train.seed": 9,
                               "model.num_labels": 2,
                               "model.init": str(tmp_path / "lm")}))  # fmt: skip
-    drawn = dict(initial_weights(run.model, 9))
+    drawn = weights_of(run, 9)
     assert drawn["score.weight"].std() > 0
-    assert not torch.equal(
-        drawn["score.weight"], dict(initial_weights(run.model, 10))["score.weight"]
-    )
+    assert not torch.equal(drawn["score.weight"], weights_of(run, 10)["score.weight"])
     engine = Engine(run, drawn.items())
     for name, value in engine.iter_state():
         if name != "score.weight":
@@ -212,7 +217,7 @@ def test_a_reward_model_starts_from_a_language_model_with_a_drawn_score(tmp_path
                                 "model.init": str(tmp_path / "rm"),
                                 "model.tied": False}))  # fmt: skip
     assert again.model.num_labels == 2
-    kept = dict(initial_weights(again.model, 11))
+    kept = weights_of(again, 11)
     assert torch.equal(kept["score.weight"], engine.full_state_dict()["score.weight"])
     with pytest.raises(CheckpointError, match="gives scores only"):
         initial_weights(lm.run.model.model_copy(update={"init": str(tmp_path / "rm")}))

@@ -191,8 +191,9 @@ def our_adapter_name(name: str) -> str | None:
             if name.startswith(_PREFIX) and name.endswith(f".{leaf}"):
                 module = name.removeprefix(_PREFIX).removesuffix(leaf)
                 found = our_name(f"{module}weight")
-                in_block = found is not None and found.startswith("blocks.")
-                return f"{found.removesuffix('weight')}{ours}" if in_block else None
+                if found is None or not found.startswith("blocks."):
+                    return None
+                return f"{found.removesuffix('weight')}{ours}"
     return None
 
 
