@@ -92,13 +92,14 @@ class ForwardOptions:
     noise: Noise | None = None
     shared: SharedPrompts | None = None
     firsts: Firsts = EVERY
+    scaled: bool = False
 
     @property
     def narrows(self) -> bool:
         """Whether the last block computes what follows its attention for active tokens alone:
-        unless tensor ranks divide the tokens, all are asked for, or code is compiled for blocks
-        that are alike."""
-        wants_all = bool(self.needs & {"hidden", "logits"})
+        unless tensor ranks divide the tokens, all are asked for, 8-bit scales are taken over all of
+        them (scaled), or code is compiled for blocks that are alike."""
+        wants_all = self.scaled or bool(self.needs & {"hidden", "logits"})
         return self.tp is None and not wants_all and not self.compiled
 
 

@@ -638,6 +638,7 @@ class Engine:
             keep_logits=keeps_logits(self.run, self.mesh, active.numel()),
             temperature=temperature,
             compiled=self.run.layout.compile,
+            scaled=self.run.precision.fp8.recipe != "none",
             in_halves=self.run.layout.pp_schedule in ZERO_BUBBLE,
             tp=self.mesh.tp_group,
             cp=cp,

@@ -46,7 +46,8 @@ def step_flops(run: Run, batch: Batch) -> float:
 def narrows(run: Run) -> bool:
     """Whether the last block computes what follows its attention for tokens with a loss alone, as
     `ForwardOptions.narrows` has it."""
-    return run.layout.tp == 1 and not run.layout.compile
+    scaled = run.precision.fp8.recipe != "none"
+    return run.layout.tp == 1 and not run.layout.compile and not scaled
 
 
 def _narrowed(run: Run) -> list[str]:
