@@ -5,7 +5,6 @@ A flat loop: take pairs, add what the reference says of them, make a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from stepwell.posttrain.displacement import (
     read_kept,
     write_ches,
 )
+from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.preference_eval import heldout_metrics
 from stepwell.posttrain.preference_losses import preference_loss
 from stepwell.posttrain.preference_reference import open_reference, with_reference
@@ -79,10 +79,7 @@ def with_steps(run: Run, num_items: int) -> Run:
     """The run with train.steps cut to what method.epochs take."""
     method = run.method
     assert isinstance(method, DPO)
-    if method.epochs is None:
-        return run
-    steps = math.ceil(method.epochs * num_items / method.pairs_per_step)
-    return run if steps >= run.train.steps else Run.parse(run.model_dump(), {"train.steps": steps})
+    return with_epochs(run, method.epochs, num_items, method.pairs_per_step)
 
 
 def _train(

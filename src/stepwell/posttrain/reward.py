@@ -3,7 +3,6 @@ wrong ones."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.sft_data import Drops
 from stepwell.parallel.mesh import Mesh
+from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.reward_heldout import evaluate
 from stepwell.posttrain.reward_losses import reward_loss
 from stepwell.posttrain.reward_rows import Rows, load_rows, pack, rows_of_step, rows_origin
@@ -115,9 +115,4 @@ def with_steps(run: Run, num_rows: int) -> Run:
     """The run with train.steps cut to what method.epochs take."""
     method = run.method
     assert isinstance(method, RewardModel)
-    if method.epochs is None:
-        return run
-    steps = max(1, math.ceil(method.epochs * num_rows / method.rows_per_step))
-    if steps >= run.train.steps:
-        return run
-    return Run.parse(run.model_dump(), {"train.steps": steps})
+    return with_epochs(run, method.epochs, num_rows, method.rows_per_step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
+from stepwell.posttrain.epochs import with_epochs
 from stepwell.sections.methods import SFT
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -211,7 +211,4 @@ def with_steps(run: Run, store: TokenStore) -> Run:
     if method.epochs is None:
         return run
     rows = packing_report(store, run.data.seq_len)["rows"]
-    steps = math.ceil(method.epochs * rows / run.train.global_batch_rows)
-    if steps >= run.train.steps:
-        return run
-    return Run.parse(run.model_dump(), {"train.steps": steps})
+    return with_epochs(run, method.epochs, rows, run.train.global_batch_rows)
