@@ -7,7 +7,7 @@ from typing import Any
 
 from stepwell.config import Run
 from stepwell.data.sft_data import Drops
-from stepwell.posttrain.reward_rows import load_rows
+from stepwell.posttrain.reward_model.rows import load_rows
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from tests.runs import MODEL

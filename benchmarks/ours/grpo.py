@@ -14,8 +14,8 @@ from stepwell.eval.grade import Prompt, Verdict
 from stepwell.generate import Sampling
 from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
-from stepwell.posttrain.policy_batch import minibatches, num_trained, with_advantages
-from stepwell.posttrain.policy_loss import denominators, policy_loss
+from stepwell.posttrain.policy.batch import minibatches, num_trained, with_advantages
+from stepwell.posttrain.policy.loss import denominators, policy_loss
 from stepwell.posttrain.rollout import collect
 from stepwell.posttrain.sampling.gauge import Gauge
 from stepwell.sections.methods import GRPO

@@ -13,12 +13,12 @@ from stepwell.config import Run
 from stepwell.eval.grade import Prompt, Verdict
 from stepwell.generate import Sampling
 from stepwell.posttrain.answers import answers_of
-from stepwell.posttrain.critic import critic_run
-from stepwell.posttrain.placement import open_reference
-from stepwell.posttrain.ppo import critic_step
-from stepwell.posttrain.ppo_loss import policy_loss, shared
-from stepwell.posttrain.ppo_targets import ask, passes, with_targets
-from stepwell.posttrain.reward_model import Member, Scorer
+from stepwell.posttrain.ppo.critic import critic_run
+from stepwell.posttrain.ppo.loss import policy_loss, shared
+from stepwell.posttrain.ppo.placement import open_reference
+from stepwell.posttrain.ppo.ppo import critic_step
+from stepwell.posttrain.ppo.targets import ask, passes, with_targets
+from stepwell.posttrain.reward_model.model import Member, Scorer
 from stepwell.posttrain.rollout import collect
 from stepwell.sections.methods import PPO
 from stepwell.tokenizer import Tokenizer

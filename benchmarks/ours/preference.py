@@ -10,9 +10,9 @@ from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock
 from stepwell.config import Run
-from stepwell.posttrain.preference_losses import preference_loss
-from stepwell.posttrain.preference_reference import open_reference, with_reference
-from stepwell.posttrain.preference_rows import load_rows, step_numbers
+from stepwell.posttrain.preference.losses import preference_loss
+from stepwell.posttrain.preference.reference import open_reference, with_reference
+from stepwell.posttrain.preference.rows import load_rows, step_numbers
 from stepwell.sections.methods import DPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine

@@ -8,8 +8,8 @@ from benchmarks import workload as w
 from benchmarks.ours.settings import build_run
 from benchmarks.protocol import Clock, Finished
 from stepwell.config import Run
-from stepwell.posttrain.reward_losses import reward_loss
-from stepwell.posttrain.reward_rows import load_rows, pack, rows_of_step
+from stepwell.posttrain.reward_model.losses import reward_loss
+from stepwell.posttrain.reward_model.rows import load_rows, pack, rows_of_step
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine

@@ -13,8 +13,8 @@ from tests.runs import words, write_rows
 from stepwell.cli import main
 from stepwell.models.hf_reward import NOTES
 from stepwell.parallel.mesh import Mesh
-from stepwell.posttrain.prm import aggregate
-from stepwell.posttrain.reward_model import open_scorer
+from stepwell.posttrain.reward_model.model import open_scorer
+from stepwell.posttrain.reward_model.prm import aggregate
 from stepwell.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import load_hf, read_hf_config
 from stepwell.models.hf_reward import padding_token, read_hf_notes, save_hf_reward
 from stepwell.parallel.mesh import Mesh
-from stepwell.posttrain.reward_model import open_scorer
+from stepwell.posttrain.reward_model.model import open_scorer
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import CheckpointError, ConfigError

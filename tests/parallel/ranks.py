@@ -17,8 +17,8 @@ PRELOAD = (
     *ranks.PRELOAD,
     "pytest",
     "stepwell.posttrain.grpo",
-    "stepwell.posttrain.online_dpo",
-    "stepwell.posttrain.reward",
+    "stepwell.posttrain.preference.online_dpo",
+    "stepwell.posttrain.reward_model.train",
     "stepwell.posttrain.sft",
 )
 FORKSERVER = ranks.forkserver(PRELOAD)

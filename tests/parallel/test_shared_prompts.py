@@ -13,8 +13,8 @@ from stepwell.data.shared_prompts import whole_lengths
 from stepwell.models import block_attention
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.shared_prompts import shared_prompts, shares_prompts
-from stepwell.posttrain.preference_losses import REFERENCE, preference_loss
-from stepwell.posttrain.reward_losses import bradley_terry
+from stepwell.posttrain.preference.losses import REFERENCE, preference_loss
+from stepwell.posttrain.reward_model.losses import bradley_terry
 from stepwell.sections.methods import PreferenceLoss
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss

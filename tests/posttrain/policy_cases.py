@@ -13,13 +13,13 @@ from stepwell.eval.grade import Prompt, Verdict
 from stepwell.models.transformer import ForwardOptions
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.answers import Answer, answers_of, split
-from stepwell.posttrain.policy_batch import (
+from stepwell.posttrain.policy.batch import (
     num_parts,
     num_trained,
     pack_answers,
     with_advantages,
 )
-from stepwell.posttrain.policy_loss import (
+from stepwell.posttrain.policy.loss import (
     OLD,
     REFERENCE,
     SAMPLER,

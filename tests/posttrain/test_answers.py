@@ -6,11 +6,11 @@ import torch
 
 from stepwell.data.shared_prompts import whole_lengths
 from stepwell.posttrain.answers import answers_of, packed, places, scoring_rows, unpacked
-from stepwell.posttrain.policy_batch import minibatches, with_advantages
-from stepwell.posttrain.policy_loss import denominators, policy_loss
-from stepwell.posttrain.ppo_loss import policy_loss as ppo_loss
-from stepwell.posttrain.ppo_loss import shared as shared_denominators
-from stepwell.posttrain.ppo_targets import ask, passes, with_targets
+from stepwell.posttrain.policy.batch import minibatches, with_advantages
+from stepwell.posttrain.policy.loss import denominators, policy_loss
+from stepwell.posttrain.ppo.loss import policy_loss as ppo_loss
+from stepwell.posttrain.ppo.loss import shared as shared_denominators
+from stepwell.posttrain.ppo.targets import ask, passes, with_targets
 from stepwell.sections.methods import PPO
 from stepwell.train.engine import Engine
 from tests.oracle import LENGTH, assert_same, base_run, full

@@ -12,10 +12,10 @@ from stepwell.cli import main
 from stepwell.data.packing import pack_rows
 from stepwell.generate import Request, Sampling
 from stepwell.metrics import read_lines
-from stepwell.posttrain.advantages import group_advantages
 from stepwell.posttrain.answers import answers_of
-from stepwell.posttrain.policy_batch import minibatches, with_advantages
-from stepwell.posttrain.policy_loss import policy_loss
+from stepwell.posttrain.policy.advantages import group_advantages
+from stepwell.posttrain.policy.batch import minibatches, with_advantages
+from stepwell.posttrain.policy.loss import policy_loss
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError
 from tests import oracle, runs

@@ -13,12 +13,12 @@ import torch
 
 from stepwell.models.transformer import TokenOutputs
 from stepwell.posttrain.answers import Answer, packed
-from stepwell.posttrain.critic import value_sums
-from stepwell.posttrain.kl import kl_estimate
-from stepwell.posttrain.pairing import NoPair, best_and_worst
-from stepwell.posttrain.ppo_loss import policy_sums
-from stepwell.posttrain.ppo_targets import with_targets
-from stepwell.posttrain.preference_losses import PairLogps, pair_losses
+from stepwell.posttrain.policy.kl import kl_estimate
+from stepwell.posttrain.ppo.critic import value_sums
+from stepwell.posttrain.ppo.loss import policy_sums
+from stepwell.posttrain.ppo.targets import with_targets
+from stepwell.posttrain.preference.losses import PairLogps, pair_losses
+from stepwell.posttrain.preference.pairing import NoPair, best_and_worst
 from stepwell.sections.methods import PPO, PreferenceLoss
 
 OPTIMUM, BETA, REWARDS = 0.880797, 0.5, (1.0, 0.0)

@@ -164,7 +164,7 @@ def test_dropout_changes_from_step_to_step_and_is_off_in_scoring():
 def test_the_ratio_of_an_on_policy_step_is_exactly_1_under_dropout():
     """The policy loss's NaN for "the current ones" gives the gradient of the plain policy gradient
     with the very same masks."""
-    from stepwell.posttrain.policy_loss import policy_loss, streams
+    from stepwell.posttrain.policy.loss import policy_loss, streams
 
     method = GRPO()
     engine = Engine(base_run(**{**LORA, "lora.dropout": 0.4}))
@@ -391,7 +391,7 @@ def test_an_adapter_of_another_base_is_refused(saved):
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python can reach, but for those that compilation left and hold nothing."""
+    """Of all tensors that Python can reach; those that compilation left behind hold nothing."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():

@@ -105,7 +105,7 @@ def export_reward(options: Export, model: Model, weights: Iterable[tuple[str, Te
     import torch
 
     from stepwell.models.hf_reward import save_hf_reward
-    from stepwell.posttrain.reward_model import score_notes
+    from stepwell.posttrain.reward_model.model import score_notes
 
     load_tokenizer(model)  # a score needs one: it says which token pads
     assert model.tokenizer is not None

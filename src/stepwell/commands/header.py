@@ -202,7 +202,7 @@ def models_of(run: Run, ranks: Ranks) -> dict[str, ModelBytes]:
     reward model whose folder holds none."""
     critic, rewards = None, {}
     if isinstance(run.method, SampledMethod):
-        from stepwell.posttrain.placement import other_models
+        from stepwell.posttrain.ppo.placement import other_models
 
         critic, rewards = other_models(run)
     return predict_models(run, ranks.world, critic, rewards)

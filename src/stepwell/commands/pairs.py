@@ -25,8 +25,8 @@ from stepwell.types import ConfigError, DataError
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
-    from stepwell.posttrain.make_pairs import Choice, Counts
-    from stepwell.posttrain.rewards import Rewards
+    from stepwell.posttrain.preference.make_pairs import Choice, Counts
+    from stepwell.posttrain.rewards.composite import Rewards
     from stepwell.tokenizer import Tokenizer
 
 CHUNK_ANSWERS = 256
@@ -86,7 +86,7 @@ class Pairs:
 def main(argv: Sequence[str]) -> int:
     options = parse_options("pairs", Pairs, argv)
     check(options)
-    from stepwell.posttrain.make_pairs import Choice, load_sources
+    from stepwell.posttrain.preference.make_pairs import Choice, load_sources
 
     choice = Choice(options.pairing, options.right_at, options.most, options.keep_cut)
     model = open_model(options.model, options.tokenizer)
@@ -132,8 +132,8 @@ def open_tested(
 
     from stepwell.config import Run
     from stepwell.parallel.mesh import Mesh
-    from stepwell.posttrain.reward_self_test import self_test
-    from stepwell.posttrain.rewards import open_rewards
+    from stepwell.posttrain.rewards.composite import open_rewards
+    from stepwell.posttrain.rewards.self_test import self_test
     from stepwell.sections.methods import GRPO, RewardTerm
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,7 +167,7 @@ def write_rows(
     """Samples, scores and writes prompt by prompt. Raises DataError if no row comes of it: then
     there is no file."""
     from stepwell.generate import Sampling, generate
-    from stepwell.posttrain.make_pairs import Counts, pair_rows, sft_rows
+    from stepwell.posttrain.preference.make_pairs import Counts, pair_rows, sft_rows
     from stepwell.posttrain.rollout import scored
     from stepwell.posttrain.sampling.episodes import Episode, group_requests
 

@@ -14,7 +14,7 @@ from stepwell.types import Completion, ConfigError, DataError
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
-    from stepwell.posttrain.reward_self_test import Finding
+    from stepwell.posttrain.rewards.self_test import Finding
 
 
 @dataclass
@@ -40,13 +40,13 @@ class RewardTest:
 def main(argv: Sequence[str]) -> int:
     options = parse_options("reward-test", RewardTest, argv)
     check(options)
-    from stepwell.posttrain.reward_self_test import (
+    from stepwell.posttrain.rewards.composite import open_rewards
+    from stepwell.posttrain.rewards.self_test import (
         is_penalty,
         junk_scores,
         reports,
         require_no_refusal,
     )
-    from stepwell.posttrain.rewards import open_rewards
     from stepwell.sections.methods import GRPO, RewardTerm
 
     prompts, num_dropped = prompts_of(options.rows, options.limit)

@@ -18,7 +18,7 @@ from stepwell.commands.inputs import Place, counted, load_tokenizer, open_model,
 from stepwell.types import ConfigError, DataError, Dropped
 
 if TYPE_CHECKING:
-    from stepwell.posttrain.reward_model import Scorer
+    from stepwell.posttrain.reward_model.model import Scorer
     from stepwell.tokenizer import Tokenizer
 
 CHUNK_ROWS = 256
@@ -66,8 +66,8 @@ def main(argv: Sequence[str]) -> int:
 
     from stepwell.data.sources.rows import records
     from stepwell.parallel.mesh import Mesh
-    from stepwell.posttrain.reward_model import open_scorer
-    from stepwell.posttrain.reward_objectives import check_objectives, remarks
+    from stepwell.posttrain.reward_model.model import open_scorer
+    from stepwell.posttrain.reward_model.objectives import check_objectives, remarks
 
     if options.out is None and options.json:
         raise ConfigError("--json prints the summary where the scores go; name a file with --out")
@@ -111,8 +111,8 @@ def scored(
 ) -> Iterator[dict[str, Any]]:
     """The rows with their scores, in order; one that has none says why in `dropped`."""
     from stepwell.data.chat import UnusableRow
-    from stepwell.posttrain.prm import aggregate
-    from stepwell.posttrain.reward_ensembles import combine, disagreement
+    from stepwell.posttrain.reward_model.ensembles import combine, disagreement
+    from stepwell.posttrain.reward_model.prm import aggregate
 
     separator = options.separator.replace("\\n", "\n")
     found: list[tuple[dict[str, Any], list[tuple[list[int], list[int]]]]] = []
@@ -158,7 +158,7 @@ def whole_answers(values: Mapping[str, Any], tokenizer: Tokenizer) -> list[list[
     up to the token that ends it. Raises UnusableRow."""
     from stepwell.data.preference import render_answer, two_answers
     from stepwell.data.sft_data import render_row
-    from stepwell.posttrain.reward_rows import answer_length
+    from stepwell.posttrain.reward_model.rows import answer_length
 
     if values.get("chosen") is not None:
         texts = [render_answer(tokenizer, p, a, values) for p, a in two_answers(values)]
@@ -174,7 +174,7 @@ def steps_of(
     seq_len is too short for one of the steps."""
     from stepwell.data.chat import UnusableRow
     from stepwell.data.preference import ended_step, step_prompt
-    from stepwell.posttrain.prm import split_steps
+    from stepwell.posttrain.reward_model.prm import split_steps
 
     texts = values.get("completions")
     if texts is None and isinstance(values.get("completion"), str):
@@ -219,7 +219,7 @@ def count(values: Mapping[str, Any], summary: dict[str, Any], margins: list[floa
 def of_pairs(margins: Sequence[float]) -> dict[str, Any]:
     """Accuracy with its interval, and the temperature that would make the chances true."""
     from stepwell.eval.score import bootstrap_interval
-    from stepwell.posttrain.calibration import fit_temperature
+    from stepwell.posttrain.reward_model.calibration import fit_temperature
 
     right = [1.0 if m > 0 else 0.5 if m == 0 else 0.0 for m in margins]
     found: dict[str, Any] = {

@@ -28,10 +28,10 @@ from stepwell.labs.seeds import interval, quiet
 from stepwell.labs.symbols import tokenizer_of
 from stepwell.metrics import read_events, read_metrics
 from stepwell.models.flops import parameter_shapes
-from stepwell.posttrain.displacement import LEAST_FALL
-from stepwell.posttrain.dpo import dpo
-from stepwell.posttrain.preference_rows import Rows
-from stepwell.posttrain.references import document_totals
+from stepwell.posttrain.preference.displacement import LEAST_FALL
+from stepwell.posttrain.preference.dpo import dpo
+from stepwell.posttrain.preference.rows import Rows
+from stepwell.posttrain.preference.scored_references import document_totals
 from stepwell.posttrain.sft import sft
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint

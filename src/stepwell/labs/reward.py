@@ -29,12 +29,12 @@ from stepwell.metrics import read_events, read_lines
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.best_of_n import best_of, kl_bound
 from stepwell.posttrain.grpo import grpo
-from stepwell.posttrain.overopt_watch import EVENT
-from stepwell.posttrain.overoptimisation import first_fall, fit
-from stepwell.posttrain.reward_losses import reward_loss
-from stepwell.posttrain.reward_model import open_scorer
-from stepwell.posttrain.reward_rows import pack
-from stepwell.posttrain.rewards import Dimension, Rewards, Scorer, open_rewards
+from stepwell.posttrain.overoptimisation.curves import first_fall, fit
+from stepwell.posttrain.overoptimisation.watch import EVENT
+from stepwell.posttrain.reward_model.losses import reward_loss
+from stepwell.posttrain.reward_model.model import open_scorer
+from stepwell.posttrain.reward_model.rows import pack
+from stepwell.posttrain.rewards.composite import Dimension, Rewards, Scorer, open_rewards
 from stepwell.sections.methods import GRPO, RewardModel, RewardTerm
 from stepwell.train.engine import Engine
 from stepwell.train.weights import TOKENIZER

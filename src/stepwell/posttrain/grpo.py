@@ -19,19 +19,19 @@ from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
-from stepwell.posttrain.dynamic_sampling import Drawn, draw_alive
-from stepwell.posttrain.overopt_watch import Overopt, divergence
-from stepwell.posttrain.placement import Reference, check_reference, open_reference
-from stepwell.posttrain.policy_batch import (
+from stepwell.posttrain.overoptimisation.watch import Overopt, divergence
+from stepwell.posttrain.policy.batch import (
     minibatches,
     num_parts,
     num_trained,
     scored,
     with_advantages,
 )
-from stepwell.posttrain.policy_loss import OLD, REFERENCE, denominators, policy_loss
-from stepwell.posttrain.reward_self_test import try_at_start
-from stepwell.posttrain.rewards import Rewards, open_rewards, reward_terms
+from stepwell.posttrain.policy.dynamic_sampling import Drawn, draw_alive
+from stepwell.posttrain.policy.loss import OLD, REFERENCE, denominators, policy_loss
+from stepwell.posttrain.ppo.placement import Reference, check_reference, open_reference
+from stepwell.posttrain.rewards.composite import Rewards, open_rewards, reward_terms
+from stepwell.posttrain.rewards.self_test import try_at_start
 from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.posttrain.sampled import (
     REFILL_SEED,

@@ -14,8 +14,8 @@ from stepwell.eval.grade import Prompt
 from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.posttrain.advantages import dead_share
-from stepwell.posttrain.rewards import Rewards, reward_metrics, reward_terms
+from stepwell.posttrain.policy.advantages import dead_share
+from stepwell.posttrain.rewards.composite import Rewards, reward_metrics, reward_terms
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
 from stepwell.posttrain.sampling.environments import Factory, find_environment
 from stepwell.sections.methods import RewardTerm, SampledMethod

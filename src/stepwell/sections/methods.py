@@ -340,9 +340,10 @@ class SampledMethod(MethodSection):
     importance_cap: truncates the ratio of the trainer's to the sampler's probability (Ionides 2008;
     0: no correction). updates_per_rollout: how often the answers are gone through, in `minibatches`
     steps each time. overopt: whether rewards that a model has learnt are watched for
-    over-optimisation (posttrain/overopt_detector.py), by the run's first and last overopt_window
-    rollouts, and whether an alarm ends the run. kl_budget: nats an answer that the policy may go
-    from the reference (0: any); beyond it the run stops, or kl_coef is raised (over_budget).
+    over-optimisation (posttrain/overoptimisation/detector.py), by the run's first and last
+    overopt_window rollouts, and whether an alarm ends the run. kl_budget: nats an answer that the
+    policy may go from the reference (0: any); beyond it the run stops, or kl_coef is raised
+    (over_budget).
     """
 
     step_key: ClassVar[str] = "method.prompts_per_step"

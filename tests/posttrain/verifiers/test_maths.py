@@ -1,7 +1,7 @@
 import pytest
 
 from stepwell.eval.grade import Prompt
-from stepwell.posttrain.reward_sources import open_scorer
+from stepwell.posttrain.rewards.sources import open_scorer
 from stepwell.posttrain.verifiers.maths import boxed, final_formula, is_bounded, maths
 from stepwell.types import Completion
 

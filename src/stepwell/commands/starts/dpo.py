@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from stepwell.commands.starts.inputs import require_data, tokenizer_of
 from stepwell.config import Run
-from stepwell.posttrain import dpo
-from stepwell.posttrain.preference_rows import load_rows
+from stepwell.posttrain.preference import dpo
+from stepwell.posttrain.preference.rows import load_rows
 from stepwell.train.weights import require_model
 
 

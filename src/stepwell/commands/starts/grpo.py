@@ -6,7 +6,7 @@ from stepwell.commands.starts.inputs import tokenizer_of
 from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_drops
 from stepwell.config import Run
 from stepwell.posttrain.grpo import check_grpo, grpo
-from stepwell.posttrain.placement import reference_warnings
+from stepwell.posttrain.ppo.placement import reference_warnings
 from stepwell.sections.methods import GRPO
 
 

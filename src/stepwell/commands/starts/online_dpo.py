@@ -5,8 +5,8 @@ from __future__ import annotations
 from stepwell.commands.starts.inputs import tokenizer_of
 from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_drops
 from stepwell.config import Run
-from stepwell.posttrain.online_dpo import check_online_dpo, online_dpo
-from stepwell.posttrain.placement import reference_warnings
+from stepwell.posttrain.ppo.placement import reference_warnings
+from stepwell.posttrain.preference.online_dpo import check_online_dpo, online_dpo
 from stepwell.posttrain.sampled import check_sampled
 from stepwell.sections.methods import OnlineDPO
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from stepwell.commands.starts.inputs import tokenizer_of
 from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_drops
 from stepwell.config import Run
-from stepwell.posttrain.placement import reference_warnings
-from stepwell.posttrain.ppo import check_ppo, ppo
+from stepwell.posttrain.ppo.placement import reference_warnings
+from stepwell.posttrain.ppo.ppo import check_ppo, ppo
 
 
 def check(run: Run) -> list[str]:

@@ -32,8 +32,8 @@ def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> 
     """Opens the rewards that need no model and tries them as a start would, before any engine is
     built; what a user should know of them. Raises ConfigError for a source that cannot be opened,
     or that junk satisfies, and DataError for prompts without a column that one requires."""
-    from stepwell.posttrain.reward_self_test import self_test
-    from stepwell.posttrain.rewards import open_rewards, reward_terms
+    from stepwell.posttrain.rewards.composite import open_rewards, reward_terms
+    from stepwell.posttrain.rewards.self_test import self_test
 
     method = run.method
     assert isinstance(method, SampledMethod)

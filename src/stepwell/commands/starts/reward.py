@@ -5,8 +5,8 @@ from __future__ import annotations
 from stepwell.commands.inputs import counted
 from stepwell.commands.starts.inputs import require_data, tokenizer_of
 from stepwell.config import Run
-from stepwell.posttrain.reward import reward
-from stepwell.posttrain.reward_rows import load_rows
+from stepwell.posttrain.reward_model.rows import load_rows
+from stepwell.posttrain.reward_model.train import reward
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.weights import require_model

@@ -1,0 +1,331 @@
+"""Online DPO: preference losses on pairs of the policy's own samples (2402.04792), and iterative
+DPO, in which the reference follows the policy from time to time (2404.19733).
+
+A flat loop: sample a group of answers to each prompt, score them, pair the best with the worst, ask
+the reference, and make steps on the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stepwell.config import Run
+from stepwell.eval.grade import Prompt
+from stepwell.metrics import LineFile, cut_lines
+from stepwell.posttrain.answers import Answer, answers_of
+from stepwell.posttrain.overoptimisation.watch import Overopt
+from stepwell.posttrain.policy.batch import scored
+from stepwell.posttrain.policy.pairs import (
+    REFERENCE_TOKENS,
+    Paired,
+    denominators,
+    divergence,
+    gauged,
+    minibatches,
+    paired,
+)
+from stepwell.posttrain.ppo.placement import check_reference
+from stepwell.posttrain.preference.displacement import Monitor
+from stepwell.posttrain.preference.moving_reference import MovingReference
+from stepwell.posttrain.rewards.composite import Rewards, open_rewards
+from stepwell.posttrain.rewards.self_test import try_at_start
+from stepwell.posttrain.rollout import Rollouts
+from stepwell.posttrain.sampled import (
+    all_shares,
+    check_failures,
+    dealt,
+    greedy_answers,
+    headline,
+    step_prompts,
+)
+from stepwell.posttrain.sampling.environments import Factory, find_environment
+from stepwell.posttrain.sampling.gauge import Agreement, Gauge
+from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
+from stepwell.sections.methods import OnlineDPO
+from stepwell.tokenizer import Tokenizer
+from stepwell.train.session import Session, join, open_session
+from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.types import ConfigError, TrainingError
+
+FIRST = -1  # the number of the rollout before the first
+
+
+def online_dpo(
+    run: Run,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+    dropped: Mapping[str, int] | None = None,
+    rewards: Rewards | None = None,
+) -> int:
+    """Trains to `train.steps` optimiser steps; goes on where a stopped run was. Returns the number
+    of steps done. Every completion with its reward and its role goes to `samples.jsonl`.
+
+    dropped: prompts that the caller left out, by reason; noted in `events.jsonl`. rewards: instead
+    of those that the method names.
+    Raises ConfigError for a run that cannot be (`check_online_dpo`); DataError for prompts without
+    a column that a reward requires; TrainingError when the graders fail on every answer of the
+    first rollout, when method.max_empty rollouts in a row make no pair, and when
+    method.displacement='stop' sees displacement.
+    """
+    method = run.method
+    assert isinstance(method, OnlineDPO)
+    check_online_dpo(run, prompts, tokenizer, weights)
+    if weights is not None:
+        weights = list(weights)  # the reference has them too
+    mesh = join(run)
+    with (
+        closing(rewards or open_rewards(method, tokenizer, mesh, run)) as opened,
+        open_session(run, weights, mesh=mesh, tokenizer=tokenizer.fingerprint) as session,
+    ):
+        try_at_start(session, opened, prompts, tokenizer)
+        reference = None
+        if method.loss.needs_reference:
+            reference = MovingReference(session, weights)
+        if session.extra is None:
+            counts = dict(dropped or {})
+            total = len(prompts) + sum(counts.values())
+            session.log.event(
+                "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
+            )
+
+        def share(number: int) -> list[Prompt]:
+            """This rank's prompts of a rollout."""
+            return [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
+
+        environment = find_environment(method.environment) if method.environment else None
+        with rollout_stream(session, share, opened, tokenizer, environment) as stream:
+            return _train(session, stream, reference, opened, prompts, tokenizer, environment)
+
+
+def check_online_dpo(
+    run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer, weights: object = None
+) -> None:
+    """Raises ConfigError without a model to start from, with another tokenizer than the model's,
+    for a reference that cannot be had, and for fewer prompts than a step takes."""
+    method = run.method
+    assert isinstance(method, OnlineDPO)
+    require_model(run, weights)
+    if run.model.init is not None:
+        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_reference(run)
+    if len(prompts) < method.prompts_per_step:
+        raise ConfigError(
+            f"method.prompts_per_step={method.prompts_per_step} but there are only "
+            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
+        )
+
+
+def _train(
+    session: Session,
+    stream: RolloutStream,
+    reference: MovingReference | None,
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    environment: Factory | None,
+) -> int:
+    run, engine, mesh = session.run, session.engine, session.engine.mesh
+    method, pad_id, start = run.method, tokenizer.pad_id, engine.step
+    assert isinstance(method, OnlineDPO)
+    state, fresh, warned = first_state(session.extra), session.extra is None, False
+    samples = None
+    if mesh.is_main:
+        samples = open_samples(session, FIRST - 1 if fresh else state["rollouts"] - 1)
+    overopt = Overopt(session, rewards, state["overopt"])
+    overopt.check_stopped()
+    likeliest = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
+    if fresh:
+        write(samples, start, FIRST, likeliest(), greedy=True)
+    session.pause()
+    while not session.finished:
+        number = state["rollouts"]
+        if reference is not None:
+            reference.go_to(state["refreshed"])
+        numbers = step_prompts(len(prompts), run, number, session)
+        if session.is_jumped("rollouts", number + 1, numbers):
+            state = {**state, "rollouts": number + 1}
+            continue
+        mine = stream.take(number, state)
+        rollouts = dealt(all_shares(mine, mesh), method.prompts_per_step)
+        if engine.step == start:
+            check_failures(rollouts.rows())
+        answers = answers_of(rollouts)
+        found = paired(answers, method.group_size, run.data.seq_len)
+        if not found.pairs:
+            state = {**state, "rollouts": number + 1, "empty": state["empty"] + 1}
+            write(samples, engine.step, number, rollouts, found)
+            without_pairs(session, number, state["empty"], found)
+            continue
+        line = headline(rollouts, rewards) | found.metrics(answers) | stream.metrics(mine)
+        if reference is not None:
+            answers = scored(answers, REFERENCE_TOKENS, reference, run, pad_id, mesh)
+            line |= divergence([a for a in answers if a.num_trained])
+        line |= overopt.see(rollouts, line.get("kl/reference"))
+        before = engine.step
+        taken = take_steps(session, answers, found, line, state, pad_id, warned)
+        warned = taken.warned
+        if taken.action == "rewind":
+            steps = method.updates_per_rollout * method.minibatches
+            state = first_state(session.rewind(steps))
+            overopt.load(state["overopt"])
+            stream.rewind(state["rollouts"])
+            if samples is not None:
+                samples.close()
+                samples = open_samples(session, state["rollouts"] - 1)
+            continue
+        state = {**state, "rollouts": number + 1, "empty": 0, "monitor": taken.monitor.state()}
+        state["overopt"] = overopt.state()
+        write(samples, engine.step, number, rollouts, found)
+        if reference is not None and refresh_is_due(method, before, engine.step):
+            reference.refresh()
+            state |= {"refreshed": engine.step, "monitor": {}}
+        if session.finished:
+            write(samples, engine.step, number, likeliest(), greedy=True)
+            session.pause()
+        overopt.after_rollout(stream, state)
+    if samples is not None:
+        samples.close()
+    return engine.step - start
+
+
+def first_state(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of a checkpoint or at the start: rollouts done; those of them without a pair since the last
+    step; the step whose policy is the reference (0: the first weights); the monitor's, and that of
+    the watch over the reward."""
+    start = {"rollouts": 0, "empty": 0, "refreshed": 0, "monitor": {}, "overopt": {}}
+    return start | dict(extra or {})
+
+
+class Taken(NamedTuple):
+    """What the monitor knows after a rollout's steps, what the guard wants done, and whether the
+    sampler disagreed with the trainer."""
+
+    monitor: Monitor
+    action: str
+    warned: bool
+
+
+def take_steps(
+    session: Session,
+    answers: Sequence[Answer],
+    found: Paired,
+    line: Mapping[str, float],
+    state: Mapping[str, Any],
+    pad_id: int,
+    warned: bool,
+) -> Taken:
+    """The updates of one rollout. warned: whether an earlier rollout's sampler has been reported
+    for a disagreement that goes on."""
+    run, mesh = session.run, session.engine.mesh
+    method = run.method
+    assert isinstance(method, OnlineDPO)
+    monitor = Monitor(method.displacement_window, method.loss.needs_reference)
+    monitor.load(state["monitor"])
+    gauge, seen = Gauge(), list[Agreement]()
+
+    def more() -> dict[str, float]:
+        seen.append(gauge.read(mesh))
+        return {**line, **seen[0].metrics()}  # later steps are of other weights
+
+    loss, action = gauged(method.loss, gauge, run.precision.compute), ""
+    divisors = denominators(found.pairs, method)
+    for batch in minibatches(answers, found.pairs, run, pad_id, mesh, state["rollouts"]):
+        info = session.step(batch, loss, method.temperature, more, divisors)
+        action = info.verdict.action
+        if action != "rewind":
+            watch(session, monitor)
+        if session.finished or action == "rewind":
+            break
+    message = seen[0].warning(int(line["rollout/staleness"]))
+    if message is not None and not warned:
+        session.log.event("sampler", session.engine.step, message=message)
+    return Taken(monitor, action, message is not None)
+
+
+def refresh_is_due(method: OnlineDPO, before: int, step: int) -> bool:
+    """Whether the steps after `before` up to `step` have come to a multiple of refresh_every."""
+    every = method.refresh_every
+    return every > 0 and step // every > before // every
+
+
+# --- around it ---------------------------------------------------------------------------------
+
+
+def watch(session: Session, monitor: Monitor) -> None:
+    """Tells the monitor of the step just taken. Raises TrainingError if displacement is to stop the
+    run."""
+    method, stats = session.run.method, session.stats
+    assert isinstance(method, OnlineDPO)
+    if stats is None or method.displacement == "ignore":
+        return
+    ending = "_shift" if monitor.has_reference else ""
+    chosen, rejected = (stats.metrics[f"logps/{side}{ending}"] for side in ("chosen", "rejected"))
+    step = session.engine.step
+    alarm = monitor.see(step, chosen, chosen - rejected)
+    if alarm is None:
+        return
+    text = (
+        f"likelihood displacement: over the last {alarm.window} steps the margin is "
+        f"{alarm.margin:.3g} nats above where it began while the chosen answers are "
+        f"{-alarm.chosen:.3g} nats below, so probability goes to answers that nobody chose. Next: "
+        "hold the chosen answers up (--method.loss.sft_coef 1, or --method.loss.kind dpop), or "
+        "lower optim.lr"
+    )
+    details = {key: value for key, value in alarm._asdict().items() if key != "step"}
+    session.log.event("displacement", step, advice=text, **details)
+    if method.displacement == "stop":
+        raise TrainingError(
+            f"{text}. The same command goes on from the last checkpoint and stops here again; "
+            "--method.displacement warn only reports it"
+        )
+
+
+def without_pairs(session: Session, rollout: int, in_a_row: int, found: Paired) -> None:
+    """Raises TrainingError once method.max_empty rollouts in a row have taught nothing."""
+    method = session.run.method
+    assert isinstance(method, OnlineDPO)
+    reasons = dict(found.without)
+    session.log.event("no_pairs", session.engine.step, rollout=rollout, **reasons)
+    if in_a_row >= method.max_empty:
+        shown = ", ".join(f"{number} {reason}" for reason, number in reasons.items())
+        raise TrainingError(
+            f"{in_a_row} rollouts in a row have no pair (the last: {shown}); where all answers "
+            "score the same there is nothing to learn: take easier or harder prompts, a larger "
+            "method.group_size, or a reward that tells answers apart. The same command goes on "
+            "from the last checkpoint and would stop here again; method.max_empty is how many are "
+            "borne"
+        )
+
+
+def open_samples(session: Session, last: int) -> LineFile:
+    """`samples.jsonl`, without the lines of rollouts after `last`."""
+    path = session.dir / "samples.jsonl"
+    cut_lines(path, last, "rollout")
+    return LineFile(path)
+
+
+def write(
+    samples: LineFile | None,
+    step: int,
+    rollout: int,
+    rollouts: Rollouts,
+    found: Paired | None = None,
+    greedy: bool = False,
+) -> None:
+    """A line of `samples.jsonl` for each answer, on the rank that writes. rollout: its number, and
+    of greedy answers that of the one before."""
+    if samples is None:
+        return
+    roles = {}
+    for pair in () if found is None else found.pairs:
+        roles |= {pair.chosen: "chosen", pair.rejected: "rejected"}
+    for i, row in enumerate(rollouts.rows()):
+        samples.write(
+            {"step": step, "rollout": rollout, "greedy": greedy, "role": roles.get(i, ""), **row}
+        )

@@ -1,0 +1,318 @@
+"""Every scorer is tried on junk before a run starts: what a policy may find must not pay.
+
+A scorer of rewards for right answers (exact, math, gym, code, tests, one's own function) is refused
+if junk scores what a right answer does. One of a form (regex, json) can be met by a wrong answer,
+so only text without any content is held against it. Penalties are not tried. Reward models are
+reported: their scores are learnt, and junk that they like is something to know, not a fault.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from stepwell.eval.grade import Prompt, Verdict
+from stepwell.posttrain.rewards.composite import Dimension, Rewards
+from stepwell.posttrain.verifiers.exact import same_text
+from stepwell.sections.methods import SampledMethod
+from stepwell.tokenizer import Tokenizer
+from stepwell.types import Completion, ConfigError
+
+if TYPE_CHECKING:
+    from stepwell.train.session import Session
+
+NUM_ROWS = 8
+# Without digits and words that some row's right answer may be.
+EMPTY = {
+    "nothing": "",
+    "blanks": " \n\t \n ",
+    "only the marker": "answer:",
+    "an empty box": "\\boxed{}",
+    "control characters": "\0\x01\x07\x1b[J\u200b\u202e\ufeff",
+    "punctuation": "!?.,;:-()[]{}<>|/\\\"'",
+    "a program that does nothing": "```python\npass\n```",
+    "a program that leaves": "```python\nimport sys\nsys.exit()\n```",
+    "an empty object": "{}",
+    "very long": "the " * 5000,
+}
+SOLVED = 1.0
+BOUNDED = ("exact", "math", "regex", "json", "code", "tests", "gym")
+FORMS = ("regex", "json")
+SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Junk:
+    """kind: empty (has no content at all), lucky (may be right by chance) or wrong (isn't)."""
+
+    name: str
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a junk string scored in one dimension, on the rows where it was tried: scores as given
+    (None: not applicable, or failed), right: what the row's own answer scores, None if not known.
+    hits: on how many rows it scored as much as a right answer. failure: how the grader failed on
+    the first row where it did."""
+
+    dimension: str
+    junk: str
+    text: str
+    kind: str
+    scores: tuple[float | None, ...]
+    right: tuple[float | None, ...]
+    hits: int
+    num_failures: int
+    refused: bool
+    failure: str = ""
+
+
+def self_test(
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 512,
+) -> list[str]:
+    """What is worth knowing, in sentences; tokenizer: reward models need it. Raises ConfigError if
+    junk scores as much as a right answer, naming the string and the score."""
+    findings = junk_scores(rewards, prompts, tokenizer, max_new_tokens)
+    require_no_refusal(findings, rewards)
+    return [*rewards.warnings, *reports(findings, rewards)]
+
+
+def require_no_refusal(findings: Sequence[Finding], rewards: Rewards) -> None:
+    """Raises ConfigError for the first finding that is refused."""
+    for finding in findings:
+        if finding.refused:
+            dimension = next(d for d in rewards.dimensions if d.term.name == finding.dimension)
+            raise ConfigError(_refusal(finding, dimension))
+
+
+def try_at_start(
+    session: Session, rewards: Rewards, prompts: Sequence[Prompt], tokenizer: Tokenizer
+) -> None:
+    """Before a run's first step, unless method.self_test is off; what it reports are events, and so
+    are the rewards' warnings at every start.
+
+    Raises DataError for prompts without a column that a dimension requires, and what `self_test`
+    does.
+    """
+    rewards.check_columns(prompts)
+    method = session.engine.run.method
+    assert isinstance(method, SampledMethod)
+    found = rewards.warnings
+    if session.extra is None and method.self_test:
+        found = self_test(rewards, prompts, tokenizer, method.max_new_tokens)
+    for text in found:
+        session.log.event("reward_warning", text=text)
+
+
+def junk_scores(
+    rewards: Rewards,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 512,
+) -> list[Finding]:
+    """One for each dimension and junk string, over up to NUM_ROWS prompts of equal distances."""
+    rows = [prompts[i * len(prompts) // NUM_ROWS] for i in range(min(NUM_ROWS, len(prompts)))]
+    if len(prompts) < NUM_ROWS:
+        rows = list(prompts)
+    if not rows:
+        raise ConfigError("there are no prompts to try the rewards on")
+    junk = [junk_of(row, _another(row, rows), rows) for row in rows]
+    right = [right_answers(row) for row in rows]
+    findings = []
+    for dimension in rewards.dimensions:
+        if not is_penalty(dimension):
+            scored = _scored(dimension, rows, junk, right, tokenizer, max_new_tokens)
+            findings += _findings(dimension, *scored)
+    return findings
+
+
+def is_penalty(dimension: Dimension) -> bool:
+    """Its best score is for an answer that has nothing wrong: built in, or a term that is bounded
+    above by 0, or of negative weight."""
+    term = dimension.term
+    return dimension.scorer.is_penalty or term.weight < 0 or (term.high or 0) < 0 or term.high == 0
+
+
+def junk_of(row: Prompt, other: str | None, rows: Sequence[Prompt]) -> list[Junk]:
+    """The same names, in the same order, for every row of one set."""
+    found = [Junk(name, text, "empty") for name, text in EMPTY.items()]
+    found.append(Junk("the prompt itself", row.text, "lucky"))
+    found.append(Junk("every letter", " ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), "lucky"))
+    found.append(Junk("numbers", " ".join(map(str, range(101))), "lucky"))
+    found.append(Junk("a tower of powers", "\\boxed{9^{9^{9^{9}}}}", "lucky"))
+    found.append(Junk("an echo", "```python\nprint(input())\n```", "lucky"))
+    truth = _truth(row)
+    if truth is not None and other is not None:
+        wrong = Junk("the answer of another row", f"answer: {other}", "lucky")
+        many = Junk("many answers at once", f"answer: {other} or {truth} or {other}", "wrong")
+        lines = [f"answer: {text}" for text in (other, truth, other)]
+        found += [wrong, many, Junk("many answers in turn", "\n".join(lines), "lucky")]
+    return found
+
+
+def right_answers(row: Prompt) -> list[str]:
+    """Texts of which one should be right, by the columns that say what is."""
+    found = []
+    truth = _truth(row)
+    if truth is not None:
+        found += [f"answer: {truth}", truth, f"\\boxed{{{truth}}}"]
+    for name in ("solution", "canonical_solution", "completion", "code"):
+        text = row.columns.get(name)
+        if isinstance(text, str) and text.strip():
+            found += [text, f"```python\n{text}\n```"]
+    return found
+
+
+def _truth(row: Prompt) -> str | None:
+    columns: Mapping[str, Any] = row.columns
+    value = columns.get("answer")
+    if value is None and isinstance(columns.get("entry"), Mapping):
+        value = columns["entry"].get("answer")
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, list | dict) else str(value)
+
+
+def _another(row: Prompt, rows: Iterable[Prompt]) -> str | None:
+    truth = _truth(row)
+    others = [t for t in map(_truth, rows) if t is not None and not same_text(t, truth or "")]
+    return others[len(others) // 2] if others else None
+
+
+def _scored(
+    dimension: Dimension,
+    rows: Sequence[Prompt],
+    junk: Sequence[Sequence[Junk]],
+    right: Sequence[Sequence[str]],
+    tokenizer: Tokenizer | None,
+    max_new_tokens: int,
+) -> tuple[list[tuple[Junk, Verdict, int]], list[float | None]]:
+    """Each row's junk with its verdict and the row's number; each row's right score."""
+    asked = [(row, text) for row, texts in zip(rows, right, strict=True) for text in texts]
+    tried = [(row, one.text) for row, several in zip(rows, junk, strict=True) for one in several]
+    both = [*asked, *tried]
+    completions = [_completion(row, text, tokenizer, max_new_tokens) for row, text in both]
+    verdicts = dimension.scorer.score([row for row, _ in both], completions)
+    best: list[float | None] = []
+    start = 0
+    for texts in right:
+        scores = [v.reward for v in verdicts[start : start + len(texts)] if v.reward is not None]
+        best.append(max(scores, default=None))
+        start += len(texts)
+    flat = [(one, number) for number, several in enumerate(junk) for one in several]
+    rest = verdicts[len(asked) :]
+    return [(one, v, number) for (one, number), v in zip(flat, rest, strict=True)], best
+
+
+def _completion(
+    row: Prompt, text: str, tokenizer: Tokenizer | None, max_new_tokens: int
+) -> Completion:
+    ids = [0] * len(text.split()) if tokenizer is None else tokenizer.encode(text, special=False)
+    ids = ids[:max_new_tokens] or ([] if tokenizer is None else [tokenizer.eos_id])
+    return Completion(0, row.ids, tuple(ids), (0.0,) * len(ids), text, "stop")
+
+
+def _findings(
+    dimension: Dimension,
+    tried: Sequence[tuple[Junk, Verdict, int]],
+    right: Sequence[float | None],
+) -> list[Finding]:
+    kind = dimension.term.source.partition(":")[0]
+    lowest = min((v.reward for _, v, _ in tried if v.reward is not None), default=None)
+    bars = [_bar(kind, score, lowest) for score in right]
+    found = []
+    for name in dict.fromkeys(one.name for one, _, _ in tried):
+        of_name = [(one, v, number) for one, v, number in tried if one.name == name]
+        reached = [
+            (one, v)
+            for one, v, number in of_name
+            if v.reward is not None and (bar := bars[number]) is not None and v.reward >= bar
+        ]
+        first = reached[0][0] if reached else of_name[0][0]
+        is_lucky = first.kind == "lucky" and 2 * len(reached) <= len(of_name)
+        counts = first.kind == "empty" if kind in FORMS else not is_lucky
+        found.append(
+            Finding(
+                dimension.term.name,
+                name,
+                first.text,
+                first.kind,
+                tuple(v.reward for _, v, _ in of_name),
+                tuple(right[number] for _, _, number in of_name),
+                len(reached),
+                sum(bool(v.failure) for _, v, _ in of_name),
+                bool(reached) and counts and not dimension.scorer.is_model,
+                next((f"{v.failure}: {v.detail}" for _, v, _ in of_name if v.failure), ""),
+            )
+        )
+    return found
+
+
+def _bar(kind: str, right: float | None, lowest: float | None) -> float | None:
+    """What junk must stay below. Of a function of one's own this is the score of the row's answer,
+    where it is known, and if it is above some junk's: otherwise the function rewards something
+    else."""
+    if kind in BOUNDED:
+        return SOLVED
+    if right is None or lowest is None or right <= lowest:
+        return None
+    return right
+
+
+def _refusal(finding: Finding, dimension: Dimension) -> str:
+    top = max(score for score in finding.scores if score is not None)
+    return (
+        f"reward {finding.dimension!r} (source {dimension.term.source!r}) gives {top:g} to junk "
+        f"({finding.junk}: {_shown(finding.text)}) on {finding.hits} of {len(finding.scores)} "
+        "rows, as much as to a right answer; a policy would learn to write that. Mend the scorer "
+        "or the rows; if its best score is for having nothing wrong, say so with high = 0; "
+        "method.self_test=false starts all the same"
+    )
+
+
+def reports(findings: Sequence[Finding], rewards: Rewards) -> list[str]:
+    """What is no reason to refuse: own answers that don't score, graders that fail on junk, junk
+    that is right by chance or that a reward model likes."""
+    found = []
+    for dimension in rewards.dimensions:
+        own = [f for f in findings if f.dimension == dimension.term.name]
+        if not own:
+            continue
+        name = f"reward {dimension.term.name!r}"
+        kind = dimension.term.source.partition(":")[0]
+        right = own[0].right
+        unsolved = sum(score is not None and score < SOLVED for score in right)
+        if unsolved and kind in BOUNDED and kind not in FORMS:
+            found.append(
+                f"{name}: the row's own answer does not score {SOLVED:g} on {unsolved} of "
+                f"{len(right)} rows"
+            )
+        if kind == "python" and all(score is None for score in right):
+            found.append(f"{name}: no row says what is right, so junk was only seen to be scored")
+        failed = [finding for finding in own if finding.num_failures]
+        if failed:
+            first, others = failed[0], len(failed) - 1
+            more = f", and with {others} other strings" if others else ""
+            found.append(
+                f"{name}: the grader fails on {first.num_failures} rows with junk ({first.junk}: "
+                f"{_shown(first.text)}){more}; the first failure is {first.failure}"
+            )
+        for finding in own:
+            junk = f"junk ({finding.junk}: {_shown(finding.text)})"
+            if finding.hits and not finding.refused:
+                found.append(
+                    f"{name}: {junk} scores as a right answer on {finding.hits} of "
+                    f"{len(finding.scores)} rows"
+                )
+    return found
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
