@@ -15,6 +15,7 @@ from stepwell.config import LogConfig
 from stepwell.metrics import (
     RunLog,
     clock_text,
+    event_text,
     read_events,
     read_metrics,
     series,
@@ -216,6 +217,12 @@ def test_plain_lines_when_not_a_terminal(tmp_path, capsys):
     assert lines[1].startswith("sft: step 30/30  loss 2")
     assert lines[1].endswith("0:00 left")
     assert lines[2] == "sft: [skip at step 30] reason=spike"
+
+
+def test_events_show_what_they_hold():
+    shown = event_text("data", 3, {"rows": 0, "dropped": {}, "more": [], "path": ""})
+    assert shown == "[data at step 3] rows=0, path="
+    assert event_text("data", None, {"dropped": {"x": 1}}) == "[data] dropped={'x': 1}"
 
 
 def test_progress_on_a_terminal(tmp_path):

@@ -34,8 +34,11 @@ def train(kind: str, unit: str) -> None:
         "train.steps": 40,  # kto's mismatches are scored for these
         "optim.lr": w.PREFERENCE_LR,
     }
-    base = build_run(bool(args.compile), w.PAIRS, args.dtype).model_dump(exclude={"method"})
-    run = Run.parse({**base, "method": {"kind": "dpo"}}, values)
+    plain = build_run(bool(args.compile), w.PAIRS, args.dtype)
+    kept = plain.model_dump(
+        exclude={"method": True, "train": {"global_batch_rows"}}, exclude_unset=True
+    )
+    run = Run.parse(kept | {"method": {"kind": "dpo"}}, values)
     assert isinstance(run.method, DPO)
     w.SCRATCH.joinpath("run").mkdir(parents=True, exist_ok=True)
     engine, loss = Engine(run), preference_loss(run.method.loss)

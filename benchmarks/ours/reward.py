@@ -21,8 +21,11 @@ def main() -> None:
     args = w.arguments()
     clock = Clock()
     tokenizer = Tokenizer.load(w.DATA)
-    run = build_run(bool(args.compile), 8, args.dtype)
-    values = run.model_dump(exclude={"method"}) | {"method": {"kind": "reward"}}
+    plain = build_run(bool(args.compile), 8, args.dtype)
+    kept = plain.model_dump(
+        exclude={"method": True, "train": {"global_batch_rows"}}, exclude_unset=True
+    )
+    values = kept | {"method": {"kind": "reward"}}
     more = {"model.head": "score", "data.seq_len": SEQ_LEN, "method.rows_per_step": w.PAIRS}
     more |= {"method.max_length": w.SEQ_LEN}
     run = Run.parse(values, more)

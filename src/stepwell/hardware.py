@@ -57,6 +57,7 @@ class Accelerator:
 _GUIDE = "ml-engineering, compute/accelerator"
 _SHEET = "vendor's datasheet"
 _TITAN = "torchtitan, tools/utils.py"
+_TITAN_H100 = "torchtitan, benchmarks of 2024-12: an H100 of 500 W"
 
 # name, bf16, fp16, fp8, fp32 TFLOP/s, memory GiB, bandwidth TB/s, source
 _ROWS: tuple[tuple[str, Any, Any, Any, Any, float, float, str], ...] = (
@@ -67,6 +68,7 @@ _ROWS: tuple[tuple[str, Any, Any, Any, Any, float, float, str], ...] = (
     ("a100-80g-pcie", 312, 312, None, 19.5, 80, 1.94, _GUIDE),
     ("a800", 312, 312, None, 19.5, 80, 2.039, _SHEET),
     ("h100-sxm", 989.4, 989.4, 1978.9, 67, 79.1, 3.35, _GUIDE),
+    ("h100-96g-hbm2e-500w", 989, 989, None, 67, 96, 2.4, _TITAN_H100),
     ("h100-nvl", 835, 835, 1671, 60, 94, 3.9, _TITAN),
     ("h100-pcie", 756, 756, 1513, 51, 80, 2.0, _GUIDE),
     ("h800", 989.4, 989.4, 1978.9, 67, 80, 3.35, _SHEET),

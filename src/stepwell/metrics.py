@@ -398,8 +398,10 @@ def status_text(
 
 
 def event_text(kind: str, step: int | None, details: Mapping[str, Any]) -> str:
+    """Without lists and tables that are empty."""
     where = "" if step is None else f" at step {step}"
-    return f"[{kind}{where}] " + ", ".join(f"{key}={_short(v)}" for key, v in details.items())
+    shown = {key: v for key, v in details.items() if v not in ({}, [], ())}
+    return f"[{kind}{where}] " + ", ".join(f"{key}={_short(v)}" for key, v in shown.items())
 
 
 def _short(value: Any) -> str:

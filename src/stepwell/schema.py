@@ -5,6 +5,7 @@ Everything here works on any tree of sections and knows no key of a run.
 
 from __future__ import annotations
 
+import json
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from stepwell.types import ConfigError, nearest
 
@@ -155,10 +157,73 @@ def _rule(item: Mapping[str, Any], allowed: list[Any]) -> str:
         case "string_type":
             return "must be text"
         case "tuple_type":
-            return "must be a list"
+            return f"must be a list{_nearest_form(value, allowed)}"
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return f"must be a table{_nearest_form(value, allowed)}"
+        case "too_short":
+            return f"must have at least {_entries(context['min_length'])}"
+        case "string_too_short":
+            return "must not be empty"
         case "int_type" | "float_type" | "bool_type":
             return f"must be {next(WORDS[a] for a in allowed if a in WORDS)}"
     return item["msg"]
+
+
+def _entries(count: int) -> str:
+    return f"{count} entr{'y' if count == 1 else 'ies'}"
+
+
+def _nearest_form(value: Any, allowed: list[Any]) -> str:
+    """The value in the list or table that the key holds, as TOML, or how such a one looks."""
+    kinds = [a for a in allowed if _is_section(a)]
+    kind = next((a for a in allowed if _is_section(a) or get_origin(a) in (tuple, dict)), None)
+    inner = _alternatives(get_args(kind)[0]) if get_origin(kind) is tuple else []
+    kinds = kinds or [a for a in inner if _is_section(a)]
+    found = next((_table_form(k, value) for k in kinds if _has_place(k, value)), None)
+    if found is None and inner and _fits(value, inner):
+        found = _toml(value)
+    if found is None:
+        return f", e.g. {_example(allowed)}" if kind is not None else ""
+    return f"; the nearest legal form is {f'[{found}]' if inner else found}"
+
+
+def _has_place(section: type[BaseModel], value: Any) -> bool:
+    return isinstance(value, Mapping) or _fits(value, [_main_key(section)[1]])
+
+
+def _fits(value: Any, allowed: list[Any]) -> bool:
+    """Whether a plain value is of one of the types."""
+    types_ = [a for annotation in allowed for a in _alternatives(annotation)]
+    return type(value) in types_ or value in _options(types_)
+
+
+def _main_key(section: type[BaseModel]) -> tuple[str, Any]:
+    """The key that a section is known by, and its type: its kind, the last that it needs, or its
+    first."""
+    fields = section.model_fields
+    needed = [name for name, field in fields.items() if field.is_required()]
+    name = "kind" if "kind" in fields else needed[-1] if needed else next(iter(fields))
+    return name, fields[name].annotation
+
+
+def _table_form(section: type[BaseModel], value: Any = None) -> str:
+    """A table of the section with what it needs; `value` is that of its main key."""
+    if isinstance(value, Mapping):
+        return _toml(value)
+    main, fields = _main_key(section)[0], section.model_fields
+    needed = [name for name, field in fields.items() if field.is_required()]
+    filled = {
+        name: "..." if fields[name].default in (None, PydanticUndefined) else fields[name].default
+        for name in dict.fromkeys([*needed, main])
+    }
+    return _toml(filled if value is None else {**filled, main: value})
+
+
+def _toml(value: Any) -> str:
+    """A value as it is written inline."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _default(model: type[BaseModel], location: tuple[Any, ...]) -> str:
@@ -256,13 +321,13 @@ def _example(allowed: list[Any]) -> str:
     """How a value of the first such type is written as TOML."""
     kind = next(a for a in allowed if _is_section(a) or get_origin(a) in (tuple, dict))
     if _is_section(kind):
-        return f"{{{next(iter(kind.model_fields))} = ...}}"
+        return _table_form(kind)
     inner = _alternatives(get_args(kind)[-1 if get_origin(kind) is dict else 0])
     if get_origin(kind) is dict:
         return "{name = 1}" if {int, float} & {*inner} else '{name = "value"}'
     tables = [a for a in inner if _is_section(a)]
     if tables:
-        return '[{path = "data/train"}]' if "path" in tables[0].model_fields else "[{...}]"
+        return f"[{_table_form(tables[0])}]"
     options = _options(inner)
     if options:
         return "[" + ", ".join(f'"{option}"' for option in options[:2]) + "]"

@@ -87,11 +87,34 @@ def test_settings_of_the_run_count(folder):
     assert as_values(short)["too_long"] == 2
 
 
+def test_the_first_token_is_not_trained(folder, capsys):
+    """Nothing predicts it."""
+    everything = {"method.train_on": ["user", "assistant"]}
+    plain = {**everything, "data.path": str(folder / "plain.jsonl")}
+    (folder / "plain.jsonl").write_text(json.dumps({"prompt": "1 + 2", "completion": "3"}))
+    found = look(run_of(folder, **plain), 1)
+    (row,) = found.shown
+    assert row.num_trained == row.num_tokens - 1 == found.trained_tokens == found.tokens - 1
+    assert row.parts[0] == ("1", False)
+    chat = look(run_of(folder, **everything), 1).shown[0]
+    answers = [text for text, is_trained in chat.parts if is_trained]
+    assert answers == ["1 + 2?<|end|>", "3<|end|>"], "its first token was none before"
+
+
+def test_examples_of_reasons_that_say_all(folder, capsys):
+    (folder / "gaps.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n\n{x\n")
+    assert main(words(folder, rows="gaps.jsonl")) == 0
+    shown = capsys.readouterr().out
+    assert "dropped: 1 x blank_line, e.g. gaps.jsonl:2\n" in shown
+    assert "dropped: 1 x broken_json, e.g. gaps.jsonl:3: " in shown
+
+
 def test_nothing_to_train_on_fails(folder, capsys):
     assert main(words(folder, rows="bad.jsonl")) == 3
     output = capsys.readouterr()
     assert "none of the rows of" in output.err
     assert "method.train_on" in output.err
+    assert "--preview" not in output.err, "this is the preview"
     assert "dropped: 1 x mask_all_zeros" in output.out
     assert main([*words(folder), "--data.seq_len", "2"]) == 3
     assert "raise data.seq_len=2" in capsys.readouterr().err

@@ -196,7 +196,7 @@ def test_roles_that_no_message_has_leave_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [USER, FINE]}))
     rules = ChatRules(train_on=("tool",))
-    with pytest.raises(UnusableRow, match="all zeros.*stepwell sft RECIPE --preview"):
+    with pytest.raises(UnusableRow, match="all zeros"):
         render_row(make(CHATML), {"messages": [USER, FINE]}, rules)
     with pytest.raises(DataError, match=r"no row of .* 1 x mask_all_zeros .*--preview"):
         build_sft_store(path, make(CHATML), tmp_path / "s", rules=rules)

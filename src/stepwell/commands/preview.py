@@ -172,10 +172,11 @@ def _add(
 ) -> None:
     from stepwell.data.chat import parts
 
+    mask = [0, *mask[1:]]  # nothing predicts the first token
     kept = mask[:seq_len]
     found.kept += 1
     found.truncated += len(ids) > seq_len
-    if any(kept[1:]):
+    if any(kept):
         found.tokens += len(kept)
         found.trained_tokens += sum(kept)
     else:
@@ -246,6 +247,8 @@ def _visible(text: str) -> str:
 
 
 def _summary(found: Preview, in_colour: bool) -> Iterator[str]:
+    from stepwell.data.sft_data import example_text
+
     first = f"the first {counted(found.rows, 'row')}" if found.more else counted(found.rows, "row")
     how = "green" if in_colour else f"between {BEGIN} and {END}"
     yield f"{found.path}: {first}, {found.kept:,} usable; what is trained stands {how}"
@@ -257,6 +260,5 @@ def _summary(found: Preview, in_colour: bool) -> Iterator[str]:
     if found.too_long:
         yield f"  {counted(found.too_long, 'row')} cut before the first trained token (too_long)"
     for reason, count in found.drops.by_reason.items():
-        example = found.drops.examples[reason][0]
-        detail = f"{example['id']}: {_visible(example['detail'])}"
-        yield f"  dropped: {count:,} x {reason}, e.g. {detail}"
+        example = _visible(example_text(found.drops.examples[reason][0]))
+        yield f"  dropped: {count:,} x {reason}, e.g. {example}"

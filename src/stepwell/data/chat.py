@@ -26,7 +26,6 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError
 
 ASSISTANT = ("assistant",)
-PREVIEW_HINT = "look at it with `stepwell sft RECIPE --preview`"
 
 
 def render_chat(
@@ -169,13 +168,13 @@ def check_mask(mask: Sequence[int], has_prompt: bool) -> None:
         raise UnusableRow(
             "mask_all_zeros",
             "the loss mask is all zeros: there is no token of a role that is trained "
-            f"(method.train_on); {PREVIEW_HINT}",
+            "(method.train_on)",
         )
     if has_prompt and all(mask):
         raise UnusableRow(
             "mask_all_ones",
             "the loss mask is all ones although there is a prompt: the template's generation "
-            f"marks cover it; {PREVIEW_HINT}",
+            "marks cover it",
         )
 
 

@@ -8,13 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stepwell.data.chat import PREVIEW_HINT, UnusableRow, render_chat, render_completion
+from stepwell.data.chat import UnusableRow, render_chat, render_completion
 from stepwell.data.chat_formats import STANDARD, ChatRules, standard_row
 from stepwell.data.sources.rows import Record, records
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Dropped
 
+PREVIEW_HINT = "look at them with `stepwell sft RECIPE --preview`"
 NUM_EXAMPLES = 3
 DETAIL_CHARACTERS = 200
 
@@ -41,7 +42,8 @@ class Drops:
 
 @dataclass
 class SFTReport:
-    """rows: read; tokens: all that were kept; trained_tokens: those with loss."""
+    """rows: read; tokens: all that were kept; trained_tokens: those with loss, which a row's first
+    token never has: nothing predicts it."""
 
     rows: int = 0
     kept: int = 0
@@ -83,7 +85,7 @@ def write_sft_store(
             writer.add(ids, mask)
             report.kept += 1
             report.tokens += len(ids)
-            report.trained_tokens += sum(mask)
+            report.trained_tokens += sum(mask[1:])
         if not report.kept:
             raise DataError(nothing_usable(where, report.drops))
     return TokenStore.open(folder), report
@@ -118,10 +120,15 @@ def render_row(
 def summary(drops: Drops) -> str:
     """Each reason with its count and an example."""
     parts = [
-        f"{count} x {reason} (e.g. {drops.examples[reason][0]['detail']})"
+        f"{count} x {reason} (e.g. {example_text(drops.examples[reason][0])})"
         for reason, count in drops.by_reason.items()
     ]
     return "; ".join(parts) or "it has none"
+
+
+def example_text(example: Mapping[str, str]) -> str:
+    """Which row it is, and what is wrong with it where the reason does not say all."""
+    return f"{example['id']}: {example['detail']}" if example["detail"] else example["id"]
 
 
 def nothing_usable(where: str, drops: Drops) -> str:

@@ -27,6 +27,7 @@ from stepwell.posttrain.reward_model.losses import (
     binary_nll,
     bradley_terry_nll,
     class_nll,
+    pair_square,
     step_chance,
     step_nll,
 )
@@ -70,7 +71,7 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> dict[str, float]:
     method = run.method
     assert isinstance(method, RewardModel)
     if method.objective == "bradley-terry":
-        found = pair_metrics(scored)
+        found = pair_metrics(scored, method.centre_coef)
     elif method.objective == "regression":
         found = regression_metrics(scored)
     elif method.objective == "classification":
@@ -80,8 +81,8 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in found.items()}
 
 
-def pair_metrics(scored: Scored) -> dict[str, float]:
-    """A tie is half right. calibration_error: of the chance sigmoid(difference) that the chosen
+def pair_metrics(scored: Scored, centre_coef: float = 0.0) -> dict[str, float]:
+    """nll: the loss without the centring. A tie is half right. calibration_error: of the chance sigmoid(difference) that the chosen
     answer wins, over both orders of each pair (or every outcome would be a win)."""
     scores_P2 = scored.scores_MC[:, 0].unflatten(0, (-1, 2))
     chosen_P, rejected_P = scores_P2.unbind(1)
@@ -91,8 +92,11 @@ def pair_metrics(scored: Scored) -> dict[str, float]:
     both = torch.cat([margin_P, -margin_P]).tolist()
     wins = [1.0] * len(right) + [0.0] * len(right)
     table = reliability_table(pair_chances(both).tolist(), wins)
+    nll = float(nll_P.mean())
+    centring = centre_coef * float(pair_square(chosen_P, rejected_P).mean())
     return {
-        "loss": float(nll_P.mean()),
+        "loss": nll + centring,
+        **({"nll": nll} if centre_coef else {}),
         **_accuracy(right),
         "margin": float(margin_P.mean()),
         "calibration_error": calibration_error(table),

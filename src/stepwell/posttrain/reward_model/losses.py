@@ -96,8 +96,8 @@ def num_places(batch: Batch) -> float:
 def bradley_terry(centre_coef: float = 0.0) -> Loss:
     """`bradley_terry_nll` with the batch's `margin`, and centre_coef times `pair_square`.
 
-    Metrics: `loss` without the centring, `accuracy` (a tie is half right), `margin` (chosen less
-    rejected), and the mean scores of both.
+    Metrics: `loss`, and with centring `nll`, what it is without; `accuracy` (a tie is half right),
+    `margin` (chosen less rejected), and the mean scores of both.
     """
 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
@@ -110,7 +110,8 @@ def bradley_terry(centre_coef: float = 0.0) -> Loss:
         with torch.no_grad():
             won_P = ((chosen_P - rejected_P).sign() + 1) / 2
             metrics = _means(
-                loss=nll_P,
+                loss=objective_P,
+                **({"nll": nll_P} if centre_coef else {}),
                 accuracy=won_P,
                 margin=chosen_P - rejected_P,
                 score_chosen=chosen_P,

@@ -1,0 +1,145 @@
+"""The machines that ranks run on, and the link that each axis of a layout crosses. No torch.
+
+Rates of links are the vendors' figures per accelerator and direction, as collected in Stas Bekman's
+"Machine Learning Engineering" (network, compute/accelerator); what a program gets of them is the
+step's affair (`plan/steptime`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from stepwell.hardware import GIB, Accelerator, accelerator
+from stepwell.schema import Above0, Positive, Section, explain, read_toml
+from stepwell.types import ConfigError
+
+GB, GBIT = 1e9, 1e9 / 8
+PCIE_GB_PER_S = 31.5  # PCIe 4.0 x 16
+NETWORK_GBIT_PER_S = 100.0  # where the table has none
+
+
+class Links(NamedTuple):
+    """GB/s of the scale-up links (NVLink, xGMI; None: there are none) and of PCIe, Gbit/s of the
+    usual network, gpus_per_node, and how many share the scale-up links."""
+
+    scaleup: float | None
+    pcie: float | None
+    network: float | None
+    gpus_per_node: int = 8
+    scaleup_gpus: int = 8
+
+
+LINKS: dict[str, Links] = {
+    "v100-16g": Links(150, 16, 50),
+    "v100-32g": Links(150, 16, 100),
+    "a100-40g": Links(300, 31, 200),
+    "a100-80g": Links(300, 31, 200),
+    "a100-80g-pcie": Links(300, 31, None, 8, 2),
+    "a800": Links(200, 31, 200),
+    "h100-sxm": Links(450, 63, 400),
+    "h100-96g-hbm2e-500w": Links(450, 63, 400),
+    "h100-nvl": Links(300, 63, None, 8, 2),
+    "h100-pcie": Links(300, 63, None, 8, 2),
+    "h800": Links(200, 63, 400),
+    "h20": Links(450, 63, 400),
+    "h200": Links(450, 63, 400),
+    "gh200": Links(450, 450, 400, 1, 1),
+    "b200": Links(900, 63, 400),
+    "gb200": Links(900, 450, 400, 4, 72),
+    "b300": Links(900, 63, 800),
+    "gb300": Links(900, 450, 800, 4, 72),
+    "mi250x": Links(350, 31, 200),
+    "mi300x": Links(448, 63, 400),
+    "mi325x": Links(448, 63, 400),
+    "mi350x": Links(535.5, 63, 400),
+    "mi355x": Links(535.5, 63, 400),
+    "l40s": Links(None, 31, None, 8, 1),
+    "l4": Links(None, 31, None, 8, 1),
+    "a10": Links(None, 31, None, 8, 1),
+    "rtx-a6000": Links(56, 31, None, 8, 2),
+    "rtx3090": Links(56, 31, None, 8, 2),
+    "rtx4090": Links(None, 31, None, 8, 1),
+    "rtx5090": Links(None, 63, None, 8, 1),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines of gpus_per_node accelerators; scaleup_gpus of them share fast links (an NVLink
+    domain, which may span machines, or hold only part of one). Rates are per accelerator and
+    direction, in bytes/s; scaleup's is PCIe's where there are no such links. host_memory_bytes: of
+    a machine, if known."""
+
+    accelerator: Accelerator
+    gpus_per_node: int
+    scaleup_gpus: int
+    scaleup_bytes_per_s: float
+    network_bytes_per_s: float
+    pcie_bytes_per_s: float
+    host_memory_bytes: int | None = None
+    name: str = ""
+
+    def spans_network(self, num_ranks: int, stride: int = 1) -> bool:
+        """Whether a group of num_ranks ranks, `stride` apart, leaves the scale-up domain."""
+        return num_ranks > 1 and (num_ranks - 1) * stride >= self.scaleup_gpus
+
+
+class ClusterFile(Section):
+    """A cluster as a TOML file describes it. gpu: a name of `hardware`. What is left out is as
+    usual for the accelerator. *_gb_per_s: gigabytes a second, accelerator and direction;
+    network_gbit_per_s: gigabits. memory_gib: of an accelerator; host_memory_gib: of a machine."""
+
+    gpu: str
+    name: str | None = None
+    gpus_per_node: Positive | None = None
+    scaleup_gpus: Positive | None = None
+    scaleup_gb_per_s: Above0 | None = None
+    network_gbit_per_s: Above0 | None = None
+    pcie_gb_per_s: Above0 | None = None
+    memory_gib: Above0 | None = None
+    host_memory_gib: Above0 | None = None
+
+
+def cluster(gpu: str) -> Cluster:
+    """The usual machines of an accelerator; ConfigError for a name that is not in `hardware`."""
+    device, links = accelerator(gpu), LINKS[gpu]
+    pcie = (links.pcie or PCIE_GB_PER_S) * GB
+    return Cluster(
+        accelerator=device,
+        gpus_per_node=links.gpus_per_node,
+        scaleup_gpus=links.scaleup_gpus,
+        scaleup_bytes_per_s=links.scaleup * GB if links.scaleup else pcie,
+        network_bytes_per_s=(links.network or NETWORK_GBIT_PER_S) * GBIT,
+        pcie_bytes_per_s=pcie,
+        name=gpu,
+    )
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """A cluster of one's own; ConfigError as `read_toml`, for unknown keys and for rates that are
+    not positive."""
+    values = read_toml(path)
+    try:
+        file = ClusterFile.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error, ClusterFile, str(path))) from error
+    found = cluster(file.gpu)
+    device = found.accelerator
+    if file.memory_gib is not None:
+        device = replace(device, memory_bytes=round(file.memory_gib * GIB))
+    scaled = {
+        "scaleup_bytes_per_s": (file.scaleup_gb_per_s, GB),
+        "network_bytes_per_s": (file.network_gbit_per_s, GBIT),
+        "pcie_bytes_per_s": (file.pcie_gb_per_s, GB),
+    }
+    given: dict[str, Any] = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
+    for key in ("gpus_per_node", "scaleup_gpus"):
+        if (count := getattr(file, key)) is not None:
+            given[key] = count
+    if file.host_memory_gib is not None:
+        given["host_memory_bytes"] = round(file.host_memory_gib * GIB)
+    return replace(found, accelerator=device, name=file.name or file.gpu, **given)

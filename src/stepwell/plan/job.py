@@ -1,0 +1,218 @@
+"""What the planner reasons about: a model's dimensions, how its ranks are arranged, on what. No
+torch.
+
+A run of ours becomes a `Job` (`job_of`), and so does a run that somebody else has published
+(`plan/published`), with what other programs do differently: the model's kind, where the masters
+are, whether attention writes its scores to memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from stepwell.config import Run
+from stepwell.models.flops import count_parameters
+from stepwell.parallel.rules import axis_sizes
+from stepwell.plan.cluster import Cluster
+from stepwell.sections.model import ModelConfig
+from stepwell.types import ConfigError
+
+Mlp = Literal["swiglu", "gelu", "squared_relu"]
+Recompute = Literal["none", "selective", "full", "every", "sqrt", "budget"]
+# Whose habits: where masters and gradients lie, what is kept for the backward pass.
+Program = Literal["stepwell", "fsdp", "megatron"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """d_ff: of one expert. num_shared: experts that see every token. num_dense_layers: first layers
+    that have an ordinary MLP, of the model's d_ff."""
+
+    num_experts: int
+    top_k: int
+    d_ff: int
+    num_shared: int = 0
+    num_dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class Dims:
+    """learned_positions: rows of a table of positions, 0 with RoPE. biases: parameters a layer
+    beside its matrices and norms."""
+
+    name: str
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int
+    mlp: Mlp = "swiglu"
+    tied: bool = False
+    learned_positions: int = 0
+    biases: int = 0
+    experts: Experts | None = None
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_parameters(self) -> int:
+        """Matrices of one layer's attention."""
+        return 2 * self.d_model * (self.q_width + self.kv_width)
+
+    def mlp_parameters(self, d_ff: int) -> int:
+        """Matrices of one MLP, or expert, of width d_ff."""
+        return (3 if self.mlp == "swiglu" else 2) * self.d_model * d_ff
+
+    @property
+    def num_expert_layers(self) -> int:
+        return self.num_layers - self.experts.num_dense_layers if self.experts else 0
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.d_model
+
+    def parameters(self, active: bool = False) -> int:
+        """All of them, or those that one token meets."""
+        dense_layers = self.num_layers - self.num_expert_layers
+        total = self.num_layers * (self.attention_parameters + 2 * self.d_model + self.biases)
+        total += dense_layers * self.mlp_parameters(self.d_ff)
+        if self.experts:
+            met = self.experts.top_k if active else self.experts.num_experts
+            one = self.mlp_parameters(self.experts.d_ff)
+            router = self.experts.num_experts * self.d_model
+            total += self.num_expert_layers * (one * (met + self.experts.num_shared) + router)
+        total += self.embedding_parameters * (1 if self.tied else 2)
+        return total + (self.learned_positions + 1) * self.d_model
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How a step is divided, and what it keeps.
+
+    Ranks are pp x dp_replicate x dp_shard x cp x tp, the last varying fastest; ep ranks (of
+    dp_shard x cp x tp) divide the experts. stages_per_rank: of a pipeline (virtual stages).
+    sequence_parallel: tensor ranks divide tokens between their products. zero, offload: as in
+    LayoutConfig, OffloadConfig. precision: of products; recipe: of 8-bit scales. flash: attention
+    does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
+    trained_share: of the parameters (adapters train few).
+    """
+
+    seq_len: int
+    micro_batch_rows: int
+    global_batch_rows: int
+    tp: int = 1
+    sequence_parallel: bool = True
+    cp: int = 1
+    pp: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1f1b"
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ep: int = 1
+    zero: int = 3
+    reshard: Literal["always", "never", "node"] = "always"
+    reduce_every_micro_batch: bool = True
+    precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    recipe: str = "none"
+    recompute: Recompute = "none"
+    flash: bool = True
+    compiled: bool = True
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_activations: bool = False
+    overlap_tp: bool = False
+    program: Program = "stepwell"
+    trained_share: float = 1.0
+
+    @property
+    def num_gpus(self) -> int:
+        return prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different rows."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def num_micro_batches(self) -> int:
+        rows = -(-self.global_batch_rows // self.data_ranks)
+        return -(-rows // self.micro_batch_rows)
+
+    @property
+    def global_batch_tokens(self) -> int:
+        return self.global_batch_rows * self.seq_len
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """Of a micro-batch, on one context rank; tensor ranks see the same ones."""
+        return self.micro_batch_rows * self.seq_len // self.cp
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step of a model on a cluster."""
+
+    dims: Dims
+    layout: Arrangement
+    cluster: Cluster
+
+
+def dims_of(model: ModelConfig, name: str = "") -> Dims:
+    """The dimensions of one of our models."""
+    counts = count_parameters(model)
+    norms = (2 * model.num_layers + 1) * model.d_model
+    return Dims(
+        name=name or model.family,
+        num_layers=model.num_layers,
+        d_model=model.d_model,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        d_ff=model.d_ff,
+        vocab_size=model.vocab_size,
+        tied=model.tied,
+        biases=(counts.norms_and_biases - norms) // model.num_layers,
+    )
+
+
+def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
+    """`run` on `world` ranks. Raises ConfigError if its axes do not fill them."""
+    axes, layout = axis_sizes(run.layout, world), run.layout
+    if run.precision.compute == "fp64":
+        raise ConfigError("precision.compute='fp64' has no rate on accelerators; plan for 'bf16'")
+    reduce = layout.reduce_gradients
+    every = layout.zero >= 2 if reduce == "auto" else reduce == "micro_batch"
+    eight = run.precision.fp8.recipe != "none"
+    arrangement = Arrangement(
+        seq_len=run.data.seq_len,
+        micro_batch_rows=run.train.micro_batch_rows,
+        global_batch_rows=run.train.global_batch_rows,
+        tp=axes.tp,
+        cp=axes.cp,
+        pp=axes.pp,
+        stages_per_rank=layout.pp_stages_per_rank,
+        schedule=layout.pp_schedule,
+        dp_replicate=axes.dp_replicate,
+        dp_shard=axes.dp_shard,
+        zero=layout.zero,
+        reshard=layout.reshard_after_forward if layout.zero == 3 and axes.pp == 1 else "never",
+        reduce_every_micro_batch=every and axes.pp == 1,
+        precision="fp8" if eight else run.precision.compute,
+        recipe=run.precision.fp8.recipe,
+        recompute=run.remat.mode,
+        compiled=layout.compile,
+        offload_optimizer=run.offload.optimizer,
+        offload_parameters=run.offload.parameters,
+        offload_activations=run.offload.activations,
+    )
+    return Job(dims_of(run.model, name), arrangement, cluster)

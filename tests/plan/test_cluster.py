@@ -1,0 +1,51 @@
+import pytest
+
+from stepwell.hardware import ACCELERATORS, GIB
+from stepwell.plan.cluster import LINKS, cluster, read_cluster
+from stepwell.types import ConfigError
+
+
+def test_every_accelerator_has_links():
+    assert set(LINKS) == set(ACCELERATORS)
+    with pytest.raises(ConfigError, match="h100-sxm"):
+        cluster("h100-sxn")
+
+
+def test_a_group_leaves_the_scale_up_domain_where_its_ranks_do():
+    hopper, domain = cluster("h100-sxm"), cluster("gb200")
+    assert not hopper.spans_network(8)
+    assert hopper.spans_network(9)
+    assert hopper.spans_network(2, stride=8)
+    assert not hopper.spans_network(1, stride=8)
+    assert not domain.spans_network(9, stride=8)
+    assert domain.spans_network(10, stride=8)
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'gpu = "h100-sxm"\nname = "mine"\ngpus_per_node = 4\nscaleup_gpus = 4\n'
+        "network_gbit_per_s = 100\nmemory_gib = 64\nhost_memory_gib = 512\n"
+    )
+    mine, usual = read_cluster(path), cluster("h100-sxm")
+    assert (mine.name, mine.gpus_per_node, mine.scaleup_gpus) == ("mine", 4, 4)
+    assert mine.network_bytes_per_s == 12.5e9
+    assert mine.scaleup_bytes_per_s == usual.scaleup_bytes_per_s == 450e9
+    assert mine.accelerator.memory_bytes == 64 * GIB
+    assert mine.host_memory_bytes == 512 * GIB
+    assert usual.host_memory_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("network_gbit_per_s = 0", "network_gbit_per_s"),
+        ("netwrk_gbit_per_s = 100", "network_gbit_per_s"),
+        ("gpus_per_node = 0", "gpus_per_node"),
+    ],
+)
+def test_a_wrong_cluster_is_refused(tmp_path, line, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'gpu = "h100-sxm"\n{line}\n')
+    with pytest.raises(ConfigError, match=said):
+        read_cluster(path)
