@@ -55,6 +55,7 @@ class Dims:
     learned_positions: int = 0
     biases: int = 0
     experts: Experts | None = None
+    qk_norm: bool = False
 
     @property
     def q_width(self) -> int:
@@ -104,7 +105,11 @@ class Arrangement:
     sequence_parallel: tensor ranks divide tokens between their products. zero, offload: as in
     LayoutConfig, OffloadConfig. precision: of products; recipe: of 8-bit scales. flash: attention
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
-    trained_share: of the parameters (adapters train few).
+    trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
+    gradient_precision: of gradients as they are summed. loss_chunk_tokens: whose logits are there
+    at once, None: all. prefetch: blocks gathered ahead. stage_blocks: blocks of each pipeline
+    stage, None: even. recompute_modules: of a block, by Megatron's names, with "selective".
+    recompute_every: as remat.every.
     """
 
     seq_len: int
@@ -133,6 +138,15 @@ class Arrangement:
     overlap_tp: bool = False
     program: Program = "stepwell"
     trained_share: float = 1.0
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
+    state_precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_precision: Literal["fp32", "bf16"] = "fp32"
+    release_gradients: bool = False
+    loss_chunk_tokens: int | None = None
+    prefetch: int = 1
+    stage_blocks: tuple[int, ...] | None = None
+    recompute_modules: tuple[str, ...] = ()
+    recompute_every: int = 2
 
     @property
     def num_gpus(self) -> int:
@@ -182,6 +196,7 @@ def dims_of(model: ModelConfig, name: str = "") -> Dims:
         vocab_size=model.vocab_size,
         tied=model.tied,
         biases=(counts.norms_and_biases - norms) // model.num_layers,
+        qk_norm=model.qk_norm,
     )
 
 
@@ -214,5 +229,11 @@ def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
         offload_optimizer=run.offload.optimizer,
         offload_parameters=run.offload.parameters,
         offload_activations=run.offload.activations,
+        optimizer=run.optim.kind,
+        release_gradients=run.optim.release_gradients,
+        loss_chunk_tokens=run.loss.chunk_tokens,
+        prefetch=layout.prefetch_forward,
+        stage_blocks=layout.pp_layers,
+        recompute_every=run.remat.every,
     )
     return Job(dims_of(run.model, name), arrangement, cluster)
