@@ -15,6 +15,12 @@ def _smollm2(**dims) -> ModelConfig:
     return ModelConfig(family="llama", norm_eps=1e-5, **shared, **dims)
 
 
+def _llama2(**dims) -> ModelConfig:
+    return ModelConfig(
+        family="llama", vocab_size=32000, head_dim=128, tied=False, max_seq_len=4096, **dims
+    )
+
+
 def _llama3(**dims) -> ModelConfig:
     return ModelConfig(
         family="llama",
@@ -64,6 +70,9 @@ PRESETS: dict[str, ModelConfig] = {
     "smollm2-1.7b": _smollm2(
         num_layers=24, d_model=2048, num_heads=32, num_kv_heads=32, d_ff=8192, rope_theta=130_000.0
     ),
+    "llama2-7b": _llama2(num_layers=32, d_model=4096, num_heads=32, num_kv_heads=32, d_ff=11008),
+    "llama2-13b": _llama2(num_layers=40, d_model=5120, num_heads=40, num_kv_heads=40, d_ff=13824),
+    "llama2-70b": _llama2(num_layers=80, d_model=8192, num_heads=64, num_kv_heads=8, d_ff=28672),
     "llama3-8b": _llama3(num_layers=32, d_model=4096, num_heads=32, d_ff=14336),
     "llama3-70b": _llama3(num_layers=80, d_model=8192, num_heads=64, d_ff=28672),
     "llama3-405b": _llama3(num_layers=126, d_model=16384, num_heads=128, d_ff=53248),

@@ -1,17 +1,20 @@
-"""Hugging Face's config.json <-> ModelConfig, and its parameter names <-> ours. Pure functions."""
+"""Hugging Face's config.json <-> ModelConfig, and its parameter names <-> ours. Pure functions; no
+torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
 from stepwell.schema import explain
 from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -207,7 +210,7 @@ def _window_from_hf(family: str, values: Mapping[str, Any], where: str) -> int |
 
 
 def config_to_hf(
-    cfg: ModelConfig, dtype: torch.dtype = torch.float32, scored: str | None = None
+    cfg: ModelConfig, dtype: torch.dtype | str = "float32", scored: str | None = None
 ) -> dict[str, Any]:
     """ModelConfig -> config.json's values, in keys that Transformers 4 and 5 both read.
 

@@ -1,0 +1,309 @@
+"""The model that a plan is about: by a preset's name, a config.json, or dimensions. No
+torch.
+
+Models that the engine cannot train can be planned for all the same; `Subject.missing` says why a
+plan of one cannot be started.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stepwell.config import Run
+from stepwell.models.hf_config import ARCHITECTURES, config_from_hf
+from stepwell.plan.job import Dims, Experts, Mlp, dims_of
+from stepwell.presets import PRESETS
+from stepwell.sections.model import ModelConfig
+from stepwell.types import CheckpointError, ConfigError, nearest
+
+# Dimensions of models that the engine has no modules for. Mixtral: 2401.04088; Qwen3: its released
+# config.json; GPT-3: 2005.14165, vocabulary padded as in 2104.04473; Nemotron-4: 2406.11704.
+PLANNED: dict[str, Dims] = {
+    "mixtral-8x7b": Dims(
+        name="mixtral-8x7b",
+        num_layers=32,
+        d_model=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        d_ff=14336,
+        vocab_size=32000,
+        experts=Experts(num_experts=8, top_k=2, d_ff=14336),
+    ),
+    "qwen3-30b-a3b": Dims(
+        name="qwen3-30b-a3b",
+        num_layers=48,
+        d_model=2048,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        d_ff=6144,
+        vocab_size=151936,
+        biases=2 * 128,
+        experts=Experts(num_experts=128, top_k=8, d_ff=768),
+    ),
+    "qwen3-235b-a22b": Dims(
+        name="qwen3-235b-a22b",
+        num_layers=94,
+        d_model=4096,
+        num_heads=64,
+        num_kv_heads=4,
+        head_dim=128,
+        d_ff=12288,
+        vocab_size=151936,
+        biases=2 * 128,
+        experts=Experts(num_experts=128, top_k=8, d_ff=1536),
+    ),
+    "gpt3-175b": Dims(
+        name="gpt3-175b",
+        num_layers=96,
+        d_model=12288,
+        num_heads=96,
+        num_kv_heads=96,
+        head_dim=128,
+        d_ff=49152,
+        vocab_size=51200,
+        mlp="gelu",
+        tied=True,
+        learned_positions=2048,
+        biases=11 * 12288,
+    ),
+    "nemotron-4-340b": Dims(
+        name="nemotron-4-340b",
+        num_layers=96,
+        d_model=18432,
+        num_heads=96,
+        num_kv_heads=8,
+        head_dim=192,
+        d_ff=73728,
+        vocab_size=256000,
+        mlp="squared_relu",
+    ),
+}
+# Dimensions of experts on the command line: `model.` and a field of `Experts`.
+EXPERT_KEYS = {
+    "model.num_experts": "num_experts",
+    "model.top_k": "top_k",
+    "model.expert_d_ff": "d_ff",
+    "model.num_shared_experts": "num_shared",
+    "model.num_dense_layers": "num_dense_layers",
+}
+# Of Hugging Face's kinds of model: how wide the first product of an MLP is.
+_GATED = (
+    "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe olmo olmo2 olmoe gemma gemma2 phi3 granite"
+    " starcoder internlm2 yi"
+).split()
+_PLAIN: dict[str, Mlp] = {
+    "gpt2": "gelu",
+    "gpt_neox": "gelu",
+    "opt": "gelu",
+    "starcoder2": "gelu",
+    "phi": "gelu",
+    "nemotron": "squared_relu",
+}
+# Other names of the same keys, by the key that they stand for.
+_ALIASES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer",),
+    "num_attention_heads": ("n_head",),
+    "intermediate_size": ("n_inner", "ffn_dim"),
+    "num_experts": ("num_local_experts",),
+    "n_positions": ("max_position_embeddings",),
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """config: the engine's, or None; then `missing` says what the engine lacks."""
+
+    dims: Dims
+    config: ModelConfig | None
+    missing: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.dims.name
+
+
+def find_model(name: str | None, dimensions: Mapping[str, Any] | None = None) -> Subject:
+    """name: a preset, or a config.json or its folder. dimensions: `model.*` keys that override it
+    (or the defaults, without a name), and those of `EXPERT_KEYS`.
+
+    Raises ConfigError for an unknown name, key or value, CheckpointError for a broken file.
+    """
+    dimensions = dict(dimensions or {})
+    experts = {EXPERT_KEYS[key]: dimensions.pop(key) for key in [*dimensions] if key in EXPERT_KEYS}
+    found = (
+        Subject(dims_of(ModelConfig(), "model"), ModelConfig()) if name is None else _named(name)
+    )
+    if dimensions and found.config is None:
+        found = _dims_changed(found, dimensions)
+    elif dimensions and found.config is not None:
+        values = {"model": found.config.model_dump(exclude_none=True)}
+        config = Run.parse(values, dimensions, where="the command line").model
+        found = Subject(dims_of(config, f"{name or 'model'}{' (changed)' * bool(name)}"), config)
+    return with_experts(found, experts) if experts else found
+
+
+def _named(name: str) -> Subject:
+    key, path = name.strip().lower(), Path(name)
+    if key in PRESETS:
+        return Subject(dims_of(PRESETS[key], key), PRESETS[key])
+    if key in PLANNED:
+        return Subject(PLANNED[key], None, missing_of(PLANNED[key]))
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return from_file(path)
+    known = [*PRESETS, *PLANNED]
+    raise ConfigError(
+        f"--model {name!r} is no preset, and no config.json or folder with one"
+        f"{nearest(key, known)}; presets: {', '.join(known)}"
+    )
+
+
+def missing_of(dims: Dims) -> str:
+    """What of a model the engine has not; empty if it has everything."""
+    lacks = []
+    if dims.experts:
+        lacks.append("mixture-of-experts layers")
+    if dims.mlp != "swiglu":
+        lacks.append(f"MLPs of kind {dims.mlp}")
+    if dims.learned_positions:
+        lacks.append("learned positions")
+    return " and ".join(lacks)
+
+
+def with_experts(subject: Subject, given: Mapping[str, Any]) -> Subject:
+    """The model with experts in place of its MLPs. Raises ConfigError for counts that cannot be."""
+    values = {key: _count(f"--model.{key}", value) for key, value in given.items()}
+    if "num_experts" not in values and subject.dims.experts is None:
+        raise ConfigError(
+            f"--model.{next(iter(given))} belongs to a mixture of experts; give --model.num_experts"
+        )
+    before = subject.dims.experts or Experts(1, 1, subject.dims.d_ff)
+    experts = replace(before, **values)
+    if not 1 <= experts.top_k <= experts.num_experts:
+        raise ConfigError(
+            f"--model.top_k {experts.top_k} must be between 1 and --model.num_experts "
+            f"{experts.num_experts}; the nearest is {min(max(experts.top_k, 1), experts.num_experts)}"
+        )
+    if experts.num_dense_layers >= subject.dims.num_layers:
+        raise ConfigError(
+            f"--model.num_dense_layers {experts.num_dense_layers} leaves no layer for experts; the "
+            f"nearest legal value is {subject.dims.num_layers - 1}"
+        )
+    dims = replace(subject.dims, experts=experts)
+    return Subject(dims, None, missing_of(dims))
+
+
+def _dims_changed(subject: Subject, dimensions: Mapping[str, Any]) -> Subject:
+    names = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size")
+    changes = {}
+    for key, value in dimensions.items():
+        short = key.removeprefix("model.")
+        if short not in names:
+            raise ConfigError(
+                f"--{key} cannot be changed for {subject.name}{nearest(short, names)}; "
+                f"these can: {', '.join(names)}"
+            )
+        changes[short] = _count(f"--{key}", value)
+    dims = replace(subject.dims, name=f"{subject.name} (changed)", **changes)
+    if dims.num_heads % dims.num_kv_heads:
+        raise ConfigError(
+            f"--model.num_kv_heads {dims.num_kv_heads} must divide --model.num_heads "
+            f"{dims.num_heads}; the nearest is {dims.num_heads}"
+        )
+    return Subject(dims, None, subject.missing)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        raise ConfigError(f"{name} {value!r} must be a whole number") from None
+    if number < (0 if name.endswith(("num_shared", "num_dense_layers")) else 1):
+        raise ConfigError(f"{name} {value} must be positive; the nearest legal value is 1")
+    return number
+
+
+# --- Hugging Face ----------------------------------------------------------------------------
+
+
+def from_file(path: Path) -> Subject:
+    """Raises CheckpointError for a file that is no JSON object, ConfigError for a model whose
+    dimensions cannot be told."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read the model's {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    name = path.parent.name if path.name == "config.json" else path.stem
+    if values.get("model_type") not in ARCHITECTURES:
+        dims = dims_from_hf(values, name, str(path))
+        return Subject(dims, None, missing_of(dims) or f"{values['model_type']} models")
+    try:
+        config = config_from_hf(values, str(path))
+    except ConfigError as refusal:
+        return Subject(dims_from_hf(values, name, str(path)), None, str(refusal))
+    return Subject(dims_of(config, name), config)
+
+
+def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
+    """The dimensions in a config.json, of kinds that the engine does not have as well.
+
+    Raises ConfigError for a kind whose layers are of another form, and for keys that are missing.
+    """
+    kind = str(values.get("model_type"))
+    if kind not in _GATED and kind not in _PLAIN:
+        raise ConfigError(
+            f"{where}: models of type {kind!r} cannot be planned{nearest(kind, [*_GATED, *_PLAIN])}"
+            f"; these can: {', '.join([*_GATED, *_PLAIN])} (or give dimensions, --model.num_layers "
+            "and so on)"
+        )
+    full = dict(values)
+    for key, others in _ALIASES.items():
+        found = [values[other] for other in others if values.get(other) is not None]
+        if full.get(key) is None and found:
+            full[key] = found[0]
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    missing = [key for key in needed if not isinstance(full.get(key), int)]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    width, heads = full["hidden_size"], full["num_attention_heads"]
+    bare = kind in ("gpt2", "opt")
+    return Dims(
+        name=name,
+        num_layers=full["num_hidden_layers"],
+        d_model=width,
+        num_heads=heads,
+        num_kv_heads=full.get("num_key_value_heads") or heads,
+        head_dim=full.get("head_dim") or width // heads,
+        d_ff=full.get("intermediate_size") or 4 * width,
+        vocab_size=full["vocab_size"],
+        mlp=_PLAIN.get(kind, "swiglu"),
+        tied=bool(full.get("tie_word_embeddings", bare)),
+        learned_positions=full.get("n_positions", 0) if bare else 0,
+        biases=2 * full.get("head_dim", 0) if kind == "qwen3_moe" else 0,
+        experts=_experts(full),
+    )
+
+
+def _experts(full: Mapping[str, Any]) -> Experts | None:
+    number = full.get("num_experts")
+    if not number:
+        return None
+    width = full.get("moe_intermediate_size") or full["intermediate_size"]
+    shared = full.get("shared_expert_intermediate_size") or 0
+    dense = full.get("mlp_only_layers") or []
+    return Experts(
+        num_experts=number,
+        top_k=full.get("num_experts_per_tok") or 1,
+        d_ff=width,
+        num_shared=-(-shared // width),
+        num_dense_layers=len(dense),
+    )
