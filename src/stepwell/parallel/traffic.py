@@ -1,8 +1,5 @@
-"""Counting collectives as they are issued: what a layout really sends, beside the formulas.
-
-A rank's bytes on the wire follow from a collective's kind and size by the ring algorithms that NCCL
-uses: of S bytes over n ranks, gathering and scattering send (n-1)/n * S, a reduction to all twice
-that, an exchange (n-1)/n * S, a message S. (gloo's own algorithms may send more.)
+"""Counting collectives as they are issued: what a layout really sends, beside the formulas. What a
+rank puts on the wire for them is in `parallel/wire`.
 """
 
 from __future__ import annotations
@@ -19,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepwell.parallel.wire import wire_bytes
+
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # In this order: a name of torch's that holds the first word is of that kind.
 _KINDS = {
@@ -32,13 +31,6 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
     "recv": "recv",
-}
-_ON_WIRE = {
-    "all-gather": 1.0,
-    "reduce-scatter": 1.0,
-    "all-reduce": 2.0,
-    "all-to-all": 1.0,
-    "broadcast": 1.0,
 }
 
 
@@ -54,11 +46,7 @@ class Collective:
     @property
     def wire_bytes(self) -> float:
         """What one rank sends, by the ring algorithms."""
-        if self.kind == "send":
-            return self.num_bytes
-        if self.kind == "recv":
-            return 0.0
-        return _ON_WIRE[self.kind] * self.num_bytes * (self.num_ranks - 1) / self.num_ranks
+        return wire_bytes(self.kind, self.num_bytes, self.num_ranks)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Literal
 
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
+from stepwell.models.lora_shapes import target_shapes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.cluster import Cluster
 from stepwell.sections.model import ModelConfig
@@ -97,6 +98,16 @@ class Dims:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters of some of a block's matrices (`wq`); quantized: those are in 4 bits."""
+
+    rank: int
+    targets: tuple[str, ...]
+    dora: bool = False
+    quantized: bool = False
+
+
+@dataclass(frozen=True)
 class Arrangement:
     """How a step is divided, and what it keeps.
 
@@ -147,6 +158,8 @@ class Arrangement:
     stage_blocks: tuple[int, ...] | None = None
     recompute_modules: tuple[str, ...] = ()
     recompute_every: int = 2
+    cp_method: Literal["ring", "ulysses"] = "ring"
+    adapters: Adapters | None = None
 
     @property
     def num_gpus(self) -> int:
@@ -235,5 +248,18 @@ def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
         prefetch=layout.prefetch_forward,
         stage_blocks=layout.pp_layers,
         recompute_every=run.remat.every,
+        gradient_precision="bf16" if run.precision.reduce == "bf16" else "fp32",
+        cp_method=layout.cp_method,
+        adapters=_adapters_of(run),
     )
     return Job(dims_of(run.model, name), arrangement, cluster)
+
+
+def _adapters_of(run: Run) -> Adapters | None:
+    """Those of the first block stand for all."""
+    lora = run.lora
+    if not lora.rank:
+        return None
+    of_first = [name for name in target_shapes(run.model, lora) if name.startswith("blocks.0.")]
+    targets = tuple(name.rsplit(".", 1)[-1] for name in of_first)
+    return Adapters(lora.rank, targets, lora.dora, lora.quantize == "nf4")
