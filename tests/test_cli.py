@@ -9,6 +9,7 @@ import pytest
 
 from stepwell.cli import COMMANDS, GROUPS, Command, help_text, main
 from stepwell.commands.training import Arguments, clear_folder, find_recipe, load_run, parse
+from stepwell.config import Run
 from stepwell.schema import dotted_keys
 from stepwell.types import ConfigError
 
@@ -131,6 +132,30 @@ def test_a_recipe_is_a_file_or_ships(tmp_path, monkeypatch):
     assert find_recipe("quickstart-pretrain").name == "quickstart-pretrain.toml"
     Path("quickstart-pretrain").write_text("")
     assert find_recipe("quickstart-pretrain") == Path("quickstart-pretrain")
+
+
+@pytest.mark.parametrize("text", ["", "[method]\nepochs = 2.0\n"])
+def test_a_recipe_without_a_method_is_of_the_command(tmp_path, text):
+    recipe = tmp_path / "a.toml"
+    recipe.write_text("name = 'x'\n" + text)
+    assert load_run("sft", Arguments(recipe=str(recipe))).method.kind == "sft"
+    words = [str(recipe), "--method.epochs", "3", "--method.max_rows", "7"]
+    run = load_run("sft", parse(words))
+    assert (run.name, run.method.kind) == ("x", "sft")
+    assert run.method == Run.parse({"method": {"kind": "sft", "epochs": 3, "max_rows": 7}}).method
+    with pytest.raises(ConfigError, match=r"^the command line .*\n  method.max_rows = 0"):
+        load_run("sft", parse([*words[:3], "--method.max_rows", "0"]))
+    if not text:
+        assert load_run("pretrain", Arguments(recipe=str(recipe))).method.kind == "pretrain"
+
+
+def test_help_offers_what_can_be(capsys):
+    assert main(["online-dpo", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "kto" not in shown
+    assert "desirable" not in shown
+    assert main(["dpo", "--help"]) == 0
+    assert "|kto|" in capsys.readouterr().out
 
 
 def test_a_recipe_of_another_method_is_refused(tmp_path):

@@ -259,6 +259,27 @@ def test_no_number_and_no_flag_takes_another_type():
             "optim.kind = 'adam': must be one of adamw, adamw8bit, muon (did you mean 'adamw'?)",
         ),
         ({"data": {"sources": [{}]}}, "data.sources.0.path is missing"),
+        (
+            {"method": {"kind": "grpo", "rewards": ["exact"]}},
+            "rewards.0 = 'exact': must be a table; the nearest legal form is {name = \"...\", "
+            'source = "exact"}',
+        ),
+        (
+            {"method": {"kind": "grpo", "rewards": {"name": "a", "source": "math"}}},
+            'must be a list; the nearest legal form is [{name = "a", source = "math"}]',
+        ),
+        (
+            {"method": {"kind": "grpo", "rewards": [["exact"]]}},
+            'must be a table, e.g. {name = "...", source = "..."}',
+        ),
+        ({"data": {"sources": "x"}}, 'must be a list; the nearest legal form is [{path = "x"}]'),
+        ({"layout": {"pp_layers": 3}}, "must be a list; the nearest legal form is [3]"),
+        ({"layout": {"pp_layers": "3"}}, "must be a list, e.g. [1, 2]"),
+        ({"lora": {"targets": "wq"}}, 'must be a list; the nearest legal form is ["wq"]'),
+        ({"method": "sft"}, 'must be a table; the nearest legal form is {kind = "sft"}'),
+        ({"method": "stf"}, 'must be a table, e.g. {kind = "pretrain"}'),
+        ({"optim": {"schedule": "cosine"}}, 'the nearest legal form is {kind = "cosine"}'),
+        ({"model": 3}, 'model = 3: must be a table, e.g. {family = "llama"}'),
     ],
 )
 def test_a_broken_value_is_named(values, message):
@@ -502,6 +523,11 @@ RULES = [
         {"method.kind": "dpo", "data.order": "sequential"},
         ["data.order='sequential'", "pretrain, sft and reward", "value is 'shuffled'"],
         {"method.kind": "reward"},
+    ),
+    (
+        {"method.kind": "dpo", "model.num_labels": 3},
+        ["model.num_labels=3", "it has no score in dpo", "the nearest legal value is 1"],
+        {"method.kind": "reward", "method.objective": "classification"},
     ),
     (
         {

@@ -71,9 +71,11 @@ def last_trained(batch):
 
 
 def run_of(**overrides):
-    return base_run(**{**MODEL, "model.head": "both", "model.num_labels": 3,
-                       "method.kind": "ppo", "method.critic": "shared",
-                       "method.max_new_tokens": 8, **overrides})  # fmt: skip
+    """Both heads; with three labels, which no method has beside a head for next tokens."""
+    run = base_run(**{**MODEL, "model.head": "both", "method.kind": "ppo",
+                      "method.critic": "shared", "method.max_new_tokens": 8,
+                      **overrides})  # fmt: skip
+    return run.model_copy(update={"model": run.model.model_copy(update={"num_labels": 3})})
 
 
 def step(engine, rows, denominators=None):

@@ -23,7 +23,7 @@ from stepwell.launch import environ
 from stepwell.launch.local import FAILED_RANK_LOG, launch
 from stepwell.launch.peers import watched
 from stepwell.launch.stopping import last_saved, what_is_saved
-from stepwell.schema import dotted_keys
+from stepwell.schema import dotted_keys, read_toml
 from stepwell.sections.methods import Method, MethodSection
 from stepwell.sections.optim import LossConfig
 from stepwell.train.lock import LOCK, folder_lock
@@ -192,7 +192,7 @@ def load_run(method: str, arguments: Arguments) -> Run:
     if arguments.recipe is None:
         run = Run.parse({"method": {"kind": method}}, overrides, where="the command line")
     else:
-        run = _with_overrides(find_recipe(arguments.recipe), overrides)
+        run = _with_overrides(find_recipe(arguments.recipe), overrides, method)
     if run.method.kind != method:
         raise ConfigError(
             f"method.kind={run.method.kind!r} belongs to `stepwell {run.method.kind}`; "
@@ -201,20 +201,25 @@ def load_run(method: str, arguments: Arguments) -> Run:
     return run
 
 
-def _with_overrides(path: Path, overrides: Mapping[str, Any]) -> Run:
+def _with_overrides(path: Path, overrides: Mapping[str, Any], method: str) -> Run:
+    """A recipe that does not say what its method is is of the command's."""
+    values = read_toml(path)
+    section = values.get("method", {})
+    if isinstance(section, dict):
+        values["method"] = {"kind": method, **section}
     try:
-        return Run.load(path, overrides)
+        return Run.parse(values, overrides, where=f"the recipe {path}")
     except ConfigError:
-        recipe = _loaded_alone(path)
+        recipe = _parsed_alone(values)
         if recipe is not None:  # so the fault is not the recipe's
             values = recipe.model_dump(exclude_unset=True)
             Run.parse(values, overrides, where=f"the command line (over the recipe {path})")
         raise
 
 
-def _loaded_alone(path: Path) -> Run | None:
+def _parsed_alone(values: Mapping[str, Any]) -> Run | None:
     try:
-        return Run.load(path)
+        return Run.parse(values)
     except ConfigError:
         return None
 

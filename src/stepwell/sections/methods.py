@@ -142,7 +142,7 @@ class PreferenceLoss(Section):
     @model_validator(mode="after")
     def _rules(self) -> PreferenceLoss:
         for key, kinds in APPLIES_TO.items():
-            value, default = getattr(self, key), type(self).model_fields[key].default
+            value, default = getattr(self, key), PreferenceLoss.model_fields[key].default
             if value != default and self.kind not in kinds:
                 why = " (it always takes means)" if self.kind in ("simpo", "orpo") else ""
                 raise ValueError(
@@ -162,6 +162,14 @@ class PreferenceLoss(Section):
                 "or take kind 'dpo'"
             )
         return self
+
+
+class PairsLoss(PreferenceLoss):
+    """Of pairs alone, which is all that online-dpo makes: not kto, with its labelled answers."""
+
+    kind: Literal["dpo", "robust", "ipo", "hinge", "simpo", "cpo", "orpo", "dpop"] = "dpo"
+    desirable_weight: ClassVar[float] = 1.0
+    undesirable_weight: ClassVar[float] = 1.0
 
 
 class DPO(MethodSection):
@@ -558,7 +566,7 @@ class OnlineDPO(SampledMethod):
     """Preference losses on pairs of the policy's own samples (2402.04792): each step samples,
     scores, pairs the best with the worst answer of a group, and trains.
 
-    loss: any of pairs, so not kto. refresh_every: steps after which the reference becomes the
+    refresh_every: steps after which the reference becomes the
     policy of that moment (0: never), as iterative DPO has it (2404.19733). displacement,
     displacement_window: as in dpo, counted anew after a refresh. max_empty: rollouts in a row
     without a pair, after which the run ends. reference: as in ppo.
@@ -566,7 +574,7 @@ class OnlineDPO(SampledMethod):
 
     kind: Literal["online-dpo"] = "online-dpo"
     group_size: Annotated[int, Field(strict=True, ge=2)] = 4
-    loss: PreferenceLoss = PreferenceLoss()
+    loss: PairsLoss = PairsLoss()
     reference: Literal["separate", "adapter-off", "host"] = "separate"
     refresh_every: NonNegative = 0
     displacement: Literal["warn", "stop", "ignore"] = "warn"
@@ -585,11 +593,6 @@ class OnlineDPO(SampledMethod):
             raise ValueError(
                 f"method.kl_budget={self.kl_budget:g} bounds the divergence from a reference, and "
                 f"kind {kind!r} has none; the nearest legal value is 0"
-            )
-        if kind == "kto":
-            raise ValueError(
-                "method.loss.kind='kto' learns from labelled answers, and online-dpo makes pairs; "
-                "the nearest legal value is 'dpo'"
             )
         if not self.loss.needs_reference and self.reference != "separate":
             raise ValueError(

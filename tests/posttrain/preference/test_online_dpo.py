@@ -232,7 +232,8 @@ def test_ranks_train_as_one_process(world):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method.loss.kind": "kto"}, "the nearest legal value is 'dpo'"),
+        ({"method.loss.kind": "kto"}, "must be one of dpo, robust, ipo, hinge, simpo"),
+        ({"method.loss.desirable_weight": 2.0}, "unknown key 'method.loss.desirable_weight'"),
         ({"method.loss.kind": "simpo", "method.reference": "host"}, "leave it at 'separate'"),
         ({"method.loss.kind": "orpo", "method.refresh_every": 3}, "the nearest legal value is 0"),
         ({"method.refresh_every": 1, "method.reference": "adapter-off"}, "'separate' or 'host'"),

@@ -12,6 +12,7 @@ from stepwell.data.loader import rank_rows
 from stepwell.data.preference import Labelled, Pair, Stepwise
 from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import init_distributed
+from stepwell.posttrain.reward_model.heldout import Scored, pair_metrics
 from stepwell.posttrain.reward_model.losses import (
     at_places,
     binary_nll,
@@ -182,6 +183,8 @@ def test_value_and_gradient_equal_the_naive_reference(case):
     wanted = naive(run, rows, grouped)
     wanted.backward()
     assert (total / loss.denominators(batch)[name]).item() == pytest.approx(wanted.item(), 1e-9)
+    shown, count = loss.fn(TokenOutputs(scores_BTC=ours), batch).metrics["loss"]
+    assert (shown / count).item() == pytest.approx(wanted.item(), 1e-9), "what is trained"
     torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-9)
     assert ours.grad is not None
     assert ours.grad[batch.weights_BT == 0].abs().max() == 0
@@ -202,6 +205,7 @@ def test_a_batch_of_nothing_is_finite_and_has_a_gradient():
 def test_metrics_are_means_over_pairs():
     run = run_of("pairs")
     rows = [Pair((1,), (2, 3), (4,), margin=0.0), Pair((1,), (5,), (6,), margin=0.0)]
+    coef = method_of(run).centre_coef
     batch = pack(rows, run, 0, [0, 1])
     scores_BTC = torch.zeros(*batch.tokens_BT.shape, 1)
     places = (batch.weights_BT != 0).nonzero()
@@ -212,7 +216,23 @@ def test_metrics_are_means_over_pairs():
     assert means["accuracy"] == 0.75  # a tie is half right
     assert means["margin"] == 1.0
     assert (means["score_chosen"], means["score_rejected"]) == (1.75, 0.75)
-    assert means["loss"] == pytest.approx((math.log1p(math.exp(-2)) + math.log(2)) / 2)
+    nll = (math.log1p(math.exp(-2)) + math.log(2)) / 2
+    assert means["nll"] == pytest.approx(nll)
+    assert means["loss"] == pytest.approx(nll + coef * (4.0**2 + 1.0**2) / 2)
+    plain = run_of("pairs", **{"method.centre_coef": 0.0})
+    found = reward_loss(method_of(plain), 1).fn(TokenOutputs(scores_BTC=scores_BTC), batch).metrics
+    assert "nll" not in found, "it is the loss"
+    assert (found["loss"][0] / found["loss"][1]).item() == pytest.approx(nll)
+
+
+def test_held_out_pairs_have_the_loss_that_is_trained():
+    scores_MC = torch.tensor([[3.0], [1.0], [0.5], [0.5]], dtype=torch.float64)
+    margins_M = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    scored = Scored(torch.tensor([0, 0, 1, 1]), scores_MC, margins_M)
+    nll = (math.log1p(math.exp(-1)) + math.log(2)) / 2
+    centred = pair_metrics(scored, 0.3)
+    assert (centred["nll"], centred["loss"]) == pytest.approx((nll, nll + 0.3 * 17 / 2))
+    assert pair_metrics(scored)["loss"] == pytest.approx(nll)
 
 
 # --- under every split ---------------------------------------------------------------------------
