@@ -1,0 +1,218 @@
+"""What a block keeps for its backward pass, module by module, in any program. No torch.
+
+N tokens of a micro-batch on a context rank, D d_model, F d_ff, t tensor ranks. `a` is the size of
+the compute dtype, `w` of the wide one (float32 at least). For our own engine these are the sums of
+`models/activations.py`; Megatron's are those of 2205.05198, section 4, with what a flash kernel, a
+gated MLP and grouped heads change.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stepwell.plan.job import Arrangement, Dims, Program
+
+# Modules that Megatron computes again under "selective" unless told otherwise.
+CORE_ATTENTION = ("core_attn",)
+
+
+class Habits(NamedTuple):
+    """gathered: the input of tensor ranks' products is kept whole (else each rank's part of the
+    tokens, and gathered again). repeated: key and value heads are repeated for every query head
+    before attention. silu_kept: silu(gate) is kept beside gate, up and their product."""
+
+    gathered: bool
+    repeated: bool
+    silu_kept: bool
+
+
+HABITS: dict[Program, Habits] = {
+    "stepwell": Habits(gathered=True, repeated=False, silu_kept=True),
+    # torchtitan's `repeat_kv`, torchtune's expanded heads
+    "fsdp": Habits(gathered=True, repeated=True, silu_kept=True),
+    # fused bias_swiglu keeps what the first product wrote
+    "megatron": Habits(gathered=False, repeated=False, silu_kept=False),
+}
+
+
+class Modules(NamedTuple):
+    """Bytes of a block, by module."""
+
+    norms: float = 0.0
+    attention: float = 0.0
+    mlp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.norms + self.attention + self.mlp
+
+
+class Block(NamedTuple):
+    """What one block holds until its backward pass if it keeps everything, its products (what
+    "selective" keeps), or its input; unneeded: of its products, what its backward pass does not
+    use."""
+
+    all: Modules
+    products: Modules
+    input: Modules
+    unneeded: float = 0.0
+
+
+class Tokens(NamedTuple):
+    """Elements of a micro-batch on a rank. wide: N x D. part: of it, what lies between products.
+    query, key: N x their heads' widths on a tensor rank. heads: N x query heads. rows: tokens of
+    `part`."""
+
+    wide: float
+    part: float
+    query: float
+    key: float
+    heads: float
+    rows: float
+    num_tokens: float
+
+
+def tokens_of(dims: Dims, layout: Arrangement) -> Tokens:
+    num, t = layout.micro_batch_rows * layout.seq_len / layout.cp, layout.tp
+    divided = t if layout.sequence_parallel or layout.program == "stepwell" else 1
+    kv_heads = max(1, dims.num_kv_heads // t)
+    return Tokens(
+        wide=num * dims.d_model,
+        part=num * dims.d_model / divided,
+        query=num * dims.q_width / t,
+        key=num * kv_heads * dims.head_dim,
+        heads=num * dims.num_heads / t,
+        rows=num / divided,
+        num_tokens=num,
+    )
+
+
+def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
+    """One block of the model; experts: one whose MLP is of experts."""
+    a, w = (4 if layout.precision == "fp32" else 2), 4
+    at, habits = tokens_of(dims, layout), HABITS[layout.program]
+    given = at.wide if habits.gathered else at.part  # input of the products
+    norms = Modules(norms=2 * (a * at.part + w * at.rows))
+    attention = _attention(dims, layout, at, a, w)
+    inside = _experts(dims, layout, at, a, w) if experts else _mlp(dims, layout, at, a)
+    keeps = 1 if _eight(layout) == "whole" else a  # inputs of products in 8 bits
+    inputs = (keeps * given, keeps * given)
+    if layout.program == "stepwell":
+        more = _more_in_8_bits(dims, layout, at, a)
+        whole = Modules(norms.norms, attention + a * given + more[0], inside + a * given + more[1])
+    else:
+        whole = Modules(norms.norms, attention + inputs[0], inside + inputs[1])
+        if _drops(layout):  # masks of the dropout before each sum
+            whole = whole._replace(attention=whole.attention + at.part, mlp=whole.mlp + at.part)
+    products, unneeded = _selective(dims, layout, at, a, w, whole, experts)
+    return Block(whole, products, Modules(norms=a * at.part), unneeded)
+
+
+def _eight(layout: Arrangement) -> str:
+    """Whether products keep their inputs in 8 bits: "whole" if all, "" if none."""
+    if layout.precision != "fp8":
+        return ""
+    if layout.program == "stepwell":
+        return "whole" if layout.recipe in ("tensorwise", "delayed") else ""
+    return "whole" if layout.program == "megatron" else ""
+
+
+def _drops(layout: Arrangement) -> bool:
+    """Models of the time before flash attention were trained with dropout."""
+    return layout.program == "megatron" and not layout.flash
+
+
+def _attention(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> float:
+    """Queries, keys, values, the output and the log-sum-exp, or the scores' softmax."""
+    key = at.query if HABITS[layout.program].repeated else at.key
+    kept = a * (2 * at.query + 2 * key)
+    if dims.qk_norm:
+        rows = at.heads + at.num_tokens * max(1, dims.num_kv_heads // layout.tp)
+        kept += a * (at.query + at.key) + w * rows
+    if layout.flash:
+        return kept + w * at.heads
+    return kept + scores(layout, at, a)
+
+
+def scores(layout: Arrangement, at: Tokens, a: int) -> float:
+    """The softmax of all pairs, and its dropout's output and mask (2205.05198, section 4.1)."""
+    return at.heads * layout.seq_len * (2 * a + 1 if _drops(layout) else a)
+
+
+def _mlp(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> float:
+    """Between the two products: with a gate, its value, silu of it (unless computed again), the
+    other factor and the product; without, what goes into the activation and comes out."""
+    each = at.num_tokens * dims.d_ff / layout.tp
+    return each * _widths(dims, layout, a)
+
+
+def _widths(dims: Dims, layout: Arrangement, a: int) -> float:
+    last = 1 if _eight(layout) and layout.program == "megatron" else a
+    if dims.mlp != "swiglu":
+        return a + last
+    silu = HABITS[layout.program].silu_kept and not layout.compiled
+    return a * (3 if silu else 2) + last
+
+
+def routed_tokens(dims: Dims, layout: Arrangement, imbalance: float = 1.0) -> float:
+    """Tokens that a rank's experts see of a micro-batch, on the mean times `imbalance`."""
+    assert dims.experts
+    num = layout.micro_batch_rows * layout.seq_len / layout.cp
+    return num / layout.tp * dims.experts.top_k * imbalance
+
+
+def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> float:
+    """Routed tokens, as they came, between the products and as they leave (their weights'
+    gradient needs them); the router's probabilities; shared experts."""
+    assert dims.experts
+    routed = routed_tokens(dims, layout)
+    width = _widths(dims, layout, a)
+    inside = routed * (2 * a * dims.d_model + width * dims.experts.d_ff)
+    shared = at.num_tokens * dims.experts.num_shared * dims.experts.d_ff / layout.tp * width
+    router = 2 * w * at.num_tokens / layout.tp * dims.experts.num_experts
+    return inside + shared + router
+
+
+def _more_in_8_bits(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[float, float]:
+    """What 8 bits change in our engine: each product has a copy of its own of its input, in place
+    of a shared one; attention's output stays (models/activations)."""
+    if _eight(layout) != "whole":
+        return 0.0, 0.0
+    inner = at.num_tokens * dims.d_ff / layout.tp
+    return at.wide * (3 - a) + at.query, at.wide * (2 - a) + inner * (1 - a)
+
+
+def _selective(
+    dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int, whole: Modules, experts: bool
+) -> tuple[Modules, float]:
+    """What "selective" keeps, and what of it the backward pass does not use."""
+    if layout.program == "megatron":
+        return _without(dims, layout, at, a, whole, experts), 0.0
+    inner = at.num_tokens * dims.d_ff / layout.tp
+    if layout.program == "stepwell":
+        written = a * (at.wide + (at.part if layout.tp > 1 else 0))
+        heads = a * (2 * at.query + 2 * at.key) + w * at.heads
+        mlp = 2 * a * inner + written
+        return Modules(a * at.part, heads + written, mlp), written
+    # torchtitan keeps attention and every second product: wq, wv, w1, w2.
+    heads = a * (2 * at.query + at.key) + w * at.heads
+    return Modules(a * at.part, heads, a * (inner + at.wide)), a * at.wide
+
+
+def _without(
+    dims: Dims, layout: Arrangement, at: Tokens, a: int, whole: Modules, experts: bool
+) -> Modules:
+    """Of all, less the modules that are computed again."""
+    norms, attention, mlp = whole
+    modules = layout.recompute_modules or CORE_ATTENTION
+    if "core_attn" in modules and not layout.flash:
+        attention -= scores(layout, at, a)
+    if "mlp" in modules and not experts:
+        mlp -= _mlp(dims, layout, at, a)
+    if "moe_act" in modules and experts:
+        assert dims.experts
+        mlp -= a * routed_tokens(dims, layout) * dims.experts.d_ff
+    if "layernorm" in modules:
+        attention -= a * at.part
+        mlp -= a * at.part
+    return Modules(norms, attention, mlp)

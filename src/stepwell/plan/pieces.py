@@ -1,0 +1,124 @@
+"""Which blocks and ends of a model a pipeline rank has, in any program, how many of its
+micro-batches wait at most, and how many parameters that is. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.plan.job import Arrangement, Dims
+
+
+class Pieces(NamedTuple):
+    """stages: (blocks with an ordinary MLP, blocks of experts) of each stage of the rank, in the
+    model's order. first, last: whether it has the embedding, the head."""
+
+    stages: tuple[tuple[int, int], ...]
+    first: bool
+    last: bool
+
+    @property
+    def dense(self) -> int:
+        return sum(dense for dense, _ in self.stages)
+
+    @property
+    def sparse(self) -> int:
+        return sum(sparse for _, sparse in self.stages)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.dense + self.sparse
+
+
+class Elements(NamedTuple):
+    """Parameters of a tensor rank, before data ranks divide them: of a block with an ordinary MLP;
+    of a block of experts, without them; its experts on an expert rank; the ends."""
+
+    dense: float
+    sparse: float
+    experts: float
+    embedding: float
+    head: float
+    ends: float
+
+
+def stage_blocks(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
+    """Blocks of each stage. Ours count the embedding and the head as a block each; what is left
+    over goes to the first stages."""
+    if layout.stage_blocks is not None:
+        return layout.stage_blocks
+    num_stages = layout.pp * layout.stages_per_rank
+    ends = 2 if layout.program == "stepwell" and num_stages > 1 else 0
+    each, over = divmod(dims.num_layers + ends, num_stages)
+    counts = [each + (s < over) for s in range(num_stages)]
+    if ends:
+        counts[0] -= 1
+        counts[-1] -= 1
+    return tuple(counts)
+
+
+def stages_of(layout: Arrangement, pp_rank: int) -> list[int]:
+    """The stages of a pipeline rank: every pp-th, or there and back for V-shaped schedules."""
+    p, back = layout.pp, layout.schedule in ZERO_BUBBLE
+    places = range(layout.stages_per_rank)
+    return [p * v + (p - 1 - pp_rank if back and v % 2 else pp_rank) for v in places]
+
+
+def pieces_of_rank(dims: Dims, layout: Arrangement, pp_rank: int) -> Pieces:
+    counts = stage_blocks(dims, layout)
+    stages = stages_of(layout, pp_rank)
+    ordinary = dims.num_layers - dims.num_expert_layers
+    split = []
+    for stage in stages:
+        start = sum(counts[:stage])
+        dense = min(max(ordinary - start, 0), counts[stage])
+        split.append((dense, counts[stage] - dense))
+    return Pieces(tuple(split), stages[0] == 0, len(counts) - 1 in stages)
+
+
+def ranks_to_try(layout: Arrangement) -> tuple[int, ...]:
+    """The pipeline ranks that may need the most: the ends, and their neighbours, which have a block
+    more than the ends or wait for more than the last."""
+    p = layout.pp
+    return tuple(range(p)) if p <= 4 else (0, 1, p - 2, p - 1)
+
+
+def waiting_pairs(layout: Arrangement, pp_rank: int) -> int:
+    """(stage, micro-batch) pairs of a rank that wait for their backward pass at most."""
+    p, v, m = layout.pp, layout.stages_per_rank, layout.num_micro_batches
+    return most_in_flight(layout.schedule, p, v, pp_rank, m) if p > 1 else 1
+
+
+def most_in_flight(schedule: str, p: int, v: int, pp_rank: int, m: int) -> int:
+    """1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) p + 2 (p - rank - 1), and the
+    one at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage, and one that waits for its
+    weights' gradients (2401.10241)."""
+    if schedule == "gpipe":
+        return v * m
+    if schedule in ZERO_BUBBLE:
+        return min(v * m, 2 * p + 1)
+    if v == 1:
+        return min(m, p - pp_rank)
+    return min(v * m, (v - 1) * p + 2 * (p - pp_rank - 1) + 1)
+
+
+def elements_of(dims: Dims, layout: Arrangement) -> Elements:
+    t, D = layout.tp, dims.d_model
+    kv_width = max(dims.head_dim, dims.kv_width // t)
+    attention = 2 * D * (dims.q_width / t + kv_width)
+    vectors = 2 * D + dims.biases
+    experts = router = shared = 0.0
+    if dims.experts:
+        one = dims.mlp_parameters(dims.experts.d_ff)
+        experts = dims.experts.num_experts * one / layout.ep
+        router = dims.experts.num_experts * D
+        shared = dims.experts.num_shared * one / t
+    words = dims.embedding_parameters / t
+    return Elements(
+        dense=attention + vectors + dims.mlp_parameters(dims.d_ff) / t,
+        sparse=attention + vectors + router + shared,
+        experts=experts,
+        embedding=words + dims.learned_positions * D,
+        head=words,
+        ends=D,
+    )
