@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "stepwell"
 # Rooms of one level don't import each other.
 LEVELS = [
     ["types"],
-    ["schema"],
+    ["schema", "files"],
     ["sections"],
     ["config"],
     ["presets"],
@@ -32,6 +32,7 @@ LEVEL = {room: i for i, rooms in enumerate(LEVELS) for room in rooms}
 WITHOUT_TORCH = [
     "types",
     "schema",
+    "files",
     "config",
     "presets",
     "cli",

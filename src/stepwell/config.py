@@ -7,7 +7,6 @@ before torch is imported. Paths in a recipe are relative to the working director
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError, model_validator
 
+from stepwell.files import write_text
 from stepwell.schema import Flag, NonNegative, Positive, Section, assign, explain, read_toml
 from stepwell.sections.data import DataConfig, first_step
 from stepwell.sections.layout import LayoutConfig, OffloadConfig, PrecisionConfig, RematConfig
@@ -135,6 +135,12 @@ class Run(Section):
                 f"model.head={head!r} does not fit {method.kind}"
                 f"{' with a shared critic' if wanted == 'both' else ''}, which trains a model with "
                 f"model.head={wanted!r} (leave it out)"
+            )
+        if method.kind != "reward" and self.model.num_labels != 1:
+            what = "a critic's score is one number" if head == "both" else "it has no score"
+            raise ValueError(
+                f"model.num_labels={self.model.num_labels} is of a reward model's score; {what} in "
+                f"{method.kind}: the nearest legal value is 1"
             )
         if isinstance(method, RewardModel):
             legal = {"bradley-terry": 1, "regression": 1, "process": 2}.get(method.objective)
@@ -290,13 +296,4 @@ class Run(Section):
 
     def save(self, path: str | Path) -> None:
         """Writes the resolved run as TOML, whole or not at all; `Run.load` gives an equal value."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + f".tmp{os.getpid()}")
-        try:
-            temporary.write_text(tomli_w.dumps(self.model_dump(exclude_none=True)), "utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            error.filename = error.filename or str(path)  # a full disk names no file
-            raise
+        write_text(path, tomli_w.dumps(self.model_dump(exclude_none=True)))

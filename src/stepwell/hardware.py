@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepwell.files import write_text
 from stepwell.types import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -315,11 +316,8 @@ def _read_cache(path: Path) -> dict[str, float]:
 
 def _write_cache(path: Path, known: dict[str, float]) -> bool:
     """False when the cache cannot be written (a read-only home); the figure holds all the same."""
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
+        write_text(path, json.dumps(known, indent=1))
     except OSError:
         return False
     return True

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stepwell.config import LogConfig
+from stepwell.files import whole_file
 from stepwell.types import ConfigError, DataError, StepwellError
 
 METRICS_FILE = "metrics.jsonl"
@@ -235,9 +236,8 @@ def cut_lines(path: Path, last_step: int | None, key: str = "step") -> None:
         keep = [line for line, step in zip(keep, steps, strict=True) if step <= last_step]
     content = b"".join(line + b"\n" for line in keep)
     if len(content) != path.stat().st_size:
-        temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        with whole_file(path) as temporary:
+            temporary.write_bytes(content)
 
 
 def _whole_lines(path: Path) -> list[bytes]:

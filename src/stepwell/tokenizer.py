@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from stepwell.files import write_text
 from stepwell.types import ConfigError, DataError
 
 PAD, EOS, END = "<|pad|>", "<|eos|>", "<|end|>"
@@ -290,10 +291,7 @@ def _some_text(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
+        write_text(path, text)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(f"cannot write {path}: {error.strerror}") from error

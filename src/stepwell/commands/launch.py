@@ -17,6 +17,7 @@ from stepwell.commands.ranks import check_rows, layout_text
 from stepwell.commands.training import find_recipe, load_run, parse
 from stepwell.config import Run
 from stepwell.data.files import clean_disk_errors
+from stepwell.files import whole_file
 from stepwell.launch.slurm import Job, batch_script, check_job
 from stepwell.parallel.rules import AxisSizes, check_run
 from stepwell.types import ConfigError
@@ -138,11 +139,6 @@ def described(job: Job) -> str:
 
 def write(path: Path, script: str) -> None:
     """Whole or not at all, and executable."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    with clean_disk_errors(path):
-        try:
-            temporary.write_text(script, "utf-8")
-            temporary.chmod(0o755)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with clean_disk_errors(path), whole_file(path) as temporary:
+        temporary.write_text(script, "utf-8")
+        temporary.chmod(0o755)

@@ -434,9 +434,9 @@ def _sweep(folder: str) -> Sweep:
 
 
 def _write(path: Path, text: str) -> None:
-    from stepwell.mix.sweep import write_whole
+    from stepwell.files import write_text
 
-    write_whole(path, text.rstrip("\n") + "\n")
+    write_text(path, text.rstrip("\n") + "\n")
 
 
 def _say(line: str) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
 from stepwell.commands.inputs import Place, counted, load_tokenizer, open_model, parse_options
+from stepwell.files import whole_file
 from stepwell.types import ConfigError, DataError, Dropped
 
 if TYPE_CHECKING:
@@ -259,12 +258,5 @@ def opened(out: str | None) -> Iterator[IO[str]]:
     if out is None:
         yield sys.stdout
         return
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(out) as temporary, temporary.open("w", encoding="utf-8") as file:
+        yield file

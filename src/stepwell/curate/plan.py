@@ -25,6 +25,7 @@ from stepwell.data.sources.opening import FileFault, open_plain
 from stepwell.data.sources.pieces import PYTHON_SOURCES, plan_source
 from stepwell.data.sources.spec import Piece, SourceSpec
 from stepwell.data.steps import DocumentStep, GlobalStep, StepConfig
+from stepwell.files import write_text
 from stepwell.types import ConfigError, DataError
 
 PLAN = "plan.json"
@@ -250,12 +251,7 @@ def check_input(plan: Plan, path: str) -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(values, ensure_ascii=False), "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(path, json.dumps(values, ensure_ascii=False))
 
 
 def read_json(path: Path) -> Any:

@@ -70,12 +70,12 @@ def temporary_name(target: Path) -> Path:
 
 
 def remove_leftovers(target: Path) -> None:
-    """Removes the folders that killed processes left under temporary names."""
+    """Removes what killed processes left under temporary names."""
     prefix = f".{target.name}.tmp"
     for path in target.parent.glob(f"{prefix}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdecimal() and int(pid) != os.getpid() and not _is_running(int(pid)):
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def file_sha256(path: str | Path) -> str:

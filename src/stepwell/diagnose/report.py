@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from typing import Any
 from stepwell.config import Run
 from stepwell.diagnose import charts
 from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes
+from stepwell.files import write_text
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
 from stepwell.plan.memory import predict_memory
 from stepwell.types import DataError, StepwellError
@@ -160,14 +160,9 @@ def write_report(source: str | Path | ReportData, path: str | Path) -> Path:
     """
     data = source if isinstance(source, ReportData) else read_run(source)
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(render(data), "utf-8")
-        temporary.replace(path)
+        write_text(path, render(data))
     except OSError as error:
-        if temporary.exists():
-            temporary.unlink()
         raise StepwellError(f"cannot write {path}: {error.strerror}") from error
     return path
 

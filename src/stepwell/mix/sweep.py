@@ -25,6 +25,7 @@ import numpy as np
 
 from stepwell.config import Run
 from stepwell.data.store import TokenStore
+from stepwell.files import write_text
 from stepwell.launch.local import LAUNCHER, end_with_launcher
 from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
 from stepwell.mix.fit import fewest_mixtures
@@ -392,7 +393,7 @@ def check_plan(path: Path, plan: dict[str, Any], what: str) -> None:
     differs: results of two plans must not be mixed."""
     plan = json.loads(json.dumps(plan))
     if not path.is_file():
-        write_whole(path, json.dumps(plan, indent=1) + "\n")
+        write_text(path, json.dumps(plan, indent=1) + "\n")
         return
     before = read_json(path)
     for key in plan:
@@ -462,7 +463,7 @@ def write_runs(
 ) -> None:
     """runs.jsonl and runs.csv, each whole."""
     runs = sorted(runs, key=lambda run: run.run)
-    write_whole(out / RUNS, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
+    write_text(out / RUNS, "".join(json.dumps(asdict(run)) + "\n" for run in runs))
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(
@@ -477,17 +478,7 @@ def write_runs(
         weights = [round(run.weights[d.name], 6) for d in domains]
         losses = [round(run.losses[t.name], 6) for t in targets]
         writer.writerow([run.run, run.seed, *weights, *losses])
-    write_whole(out / TABLE, table.getvalue())
-
-
-def write_whole(path: Path, text: str) -> None:
-    """The file with this text, or as it was before."""
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(out / TABLE, table.getvalue())
 
 
 def line_of(run: Measured, num_runs: int) -> str:

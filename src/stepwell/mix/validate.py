@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stepwell.config import Run
+from stepwell.files import write_text
 from stepwell.mix.sweep import (
     Domain,
     check_plan,
@@ -19,7 +20,6 @@ from stepwell.mix.sweep import (
     overread,
     read_lines,
     sources_of,
-    write_whole,
 )
 from stepwell.train.checkpoint import of_run_or_itself, read_state
 from stepwell.train.lock import folder_lock
@@ -129,7 +129,7 @@ def validate(
         ]
         for place, (losses, seconds) in finished(jobs, num_procs):
             done.append(Anneal(*todo[place], losses, seconds))
-            write_whole(out / ANNEALS, "".join(json.dumps(asdict(a)) + "\n" for a in done))
+            write_text(out / ANNEALS, "".join(json.dumps(asdict(a)) + "\n" for a in done))
             mix, seed = todo[place]
             say(f"{mix}, seed {seed}: " + "  ".join(f"{k} {v:.4f}" for k, v in losses.items()))
     wanted = {(mix, seed) for mix in mixes for seed in seeds}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepwell.eval.grade import Prompt, Verdict, Verifier, verify_each
+from stepwell.files import whole_file
 from stepwell.generate import Sampling
 from stepwell.posttrain.sampling.environments import Factory
 from stepwell.posttrain.sampling.episodes import Episode, Sampler, sample_episodes
@@ -127,21 +128,13 @@ class Rollouts:
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
         """One group a line, whole or not at all; `load` gives an equal value. about: a first line,
         which `about` reads again."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                if about is not None:
-                    file.write(json.dumps({"about": about}) + "\n")
-                for group in self.groups:
-                    file.write(json.dumps(dataclasses.asdict(group)) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            if about is not None:
+                file.write(json.dumps({"about": about}) + "\n")
+            for group in self.groups:
+                file.write(json.dumps(dataclasses.asdict(group)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     @classmethod
     def load(cls, path: str | Path) -> Rollouts:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from stepwell.files import write_text
 from stepwell.quickstart.stages import stages_of
-from stepwell.quickstart.state import FULL, SMALL, SMOLLM2, Quickstart, write_text
+from stepwell.quickstart.state import FULL, SMALL, SMOLLM2, Quickstart
 from stepwell.types import ConfigError
 
 

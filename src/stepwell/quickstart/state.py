@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepwell.config import Run
+from stepwell.files import write_text
 from stepwell.types import ConfigError, Document
 
 if TYPE_CHECKING:
@@ -170,13 +170,6 @@ def load_engine(state: Quickstart, stage: str) -> Engine:
     settings = {"model.init": init_of(state, stage), "layout.compile": False}
     run = resolve(state.run_of("sft", **settings))
     return Engine(run, initial_weights(run.model))
-
-
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-    temporary.write_text(text, "utf-8")
-    temporary.replace(path)
 
 
 def write_lines(path: Path, values: Iterable[dict[str, Any]]) -> None:

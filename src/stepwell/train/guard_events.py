@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import Run
+from stepwell.files import write_text
 from stepwell.metrics import EVENTS_FILE, encode, read_events
 from stepwell.train.guard import Guard
 
@@ -57,9 +58,7 @@ def drop_undone_rewinds(run_dir: str | Path, guard: Guard) -> None:
     kept = [e for e in events if e["event"] != "rewind" or e["rewinds"] <= guard.rewinds]
     if len(kept) < len(events):
         path = Path(run_dir) / EVENTS_FILE
-        temporary = path.with_name(f"{path.name}.undone")
-        temporary.write_text("".join(json.dumps(encode(e)) + "\n" for e in kept), "utf-8")
-        temporary.replace(path)
+        write_text(path, "".join(json.dumps(encode(e)) + "\n" for e in kept))
 
 
 def stopped_after(events: Sequence[Event], step: int) -> bool:

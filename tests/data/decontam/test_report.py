@@ -98,5 +98,6 @@ def test_it_is_written_whole_or_not_at_all(folder, tmp_path):
     write_report(report, path)
     assert json.loads(path.read_text()) == report
     assert [p.name for p in tmp_path.iterdir()] == ["contamination.json"]
+    (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="cannot write"):
-        write_report(report, tmp_path / "nowhere" / "x.json")
+        write_report(report, tmp_path / "folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from stepwell.data.decontam.scan import PARTS, Hit, find_hits
 from stepwell.data.decontam.step import LABEL
 from stepwell.data.files import clean_disk_errors
 from stepwell.data.word_hashes import word_spans
+from stepwell.files import write_text
 
 FORMAT = "stepwell contamination report"
 VERSION = 2
@@ -170,9 +170,7 @@ def write_report(report: Mapping[str, Any], path: str | Path) -> None:
     """As JSON, whole or not at all."""
     path = Path(path)
     with clean_disk_errors(path):
-        temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
-        temporary.write_text(json.dumps(report, ensure_ascii=False, indent=1), "utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(report, ensure_ascii=False, indent=1))
 
 
 def report_text(report: Mapping[str, Any]) -> str:

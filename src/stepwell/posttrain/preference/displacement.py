@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.data.pair_packing import pack_pairs
 from stepwell.data.preference import Pair
+from stepwell.files import whole_file
 from stepwell.metrics import encode
 from stepwell.parallel.mesh import all_gather_objects
 from stepwell.tokenizer import Tokenizer
@@ -193,8 +193,7 @@ def write_ches(
 ) -> None:
     """A line a pair, the worst first: scores, whether it was left out, and its text."""
     held = set(kept)
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for i in sorted(range(len(scores)), key=lambda i: (-scores[i].normalised, i)):
             line = {
                 "pair": i,
@@ -207,7 +206,6 @@ def write_ches(
                 "rejected": tokenizer.decode(list(pairs[i].rejected_ids)),
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
 
 
 def read_kept(path: Path, num_pairs: int) -> list[int] | None:

@@ -7,7 +7,6 @@ D documents (ids and mask of a prompt with an answer), B rows, T tokens a row.
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.data.packing import pack_rows, shortest
 from stepwell.data.preference import Rendering
+from stepwell.files import whole_file
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.train.engine import Engine
@@ -137,9 +137,8 @@ def weights_hash(engine: Engine) -> str:
 
 
 def save_scores(path: Path, key: Key, sums: np.ndarray) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")
-    save_file({"logps": sums}, temporary, metadata=key._asdict())
-    os.replace(temporary, path)
+    with whole_file(path) as temporary:
+        save_file({"logps": sums}, temporary, metadata=key._asdict())
 
 
 def read_scores(path: Path) -> tuple[Key, np.ndarray] | None:
