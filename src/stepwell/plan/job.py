@@ -116,6 +116,7 @@ class Arrangement:
     sequence_parallel: tensor ranks divide tokens between their products. zero, offload: as in
     LayoutConfig, OffloadConfig. precision: of products; recipe: of 8-bit scales. flash: attention
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
+    overlap_data: data ranks beside the passes.
     trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
     gradient_precision: of gradients as they are summed. loss_chunk_tokens: whose logits are there
     at once, None: all. prefetch: blocks gathered ahead. stage_blocks: blocks of each pipeline
@@ -147,6 +148,7 @@ class Arrangement:
     offload_parameters: bool = False
     offload_activations: bool = False
     overlap_tp: bool = False
+    overlap_data: bool = True
     program: Program = "stepwell"
     trained_share: float = 1.0
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"

@@ -270,7 +270,7 @@ def _job(cells: dict[str, str]) -> Job:
         cp=cp,
         pp=pp,
         stages_per_rank=int(_optional(cells, "vpp") or 1) if pp > 1 else 1,
-        schedule="interleaved" if pp > 1 and (_optional(cells, "vpp") or 1) > 1 else "1f1b",
+        schedule="interleaved-1f1b" if pp > 1 and (_optional(cells, "vpp") or 1) > 1 else "1f1b",
         dp_replicate=dp // shard,
         dp_shard=shard,
         ep=ep,
@@ -282,7 +282,8 @@ def _job(cells: dict[str, str]) -> Job:
         flash=cells["attention"] != "no-flash",
         compiled=not re.search(r"\beager\b|non-compile", notes),
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
-        overlap_tp="AsyncTP" in notes,
+        overlap_tp="AsyncTP" in notes or (_modern(cells, zero) and tp > 1),
+        overlap_data=_program(cells, zero) == "fsdp" or cells["attention"] != "no-flash",
         program=_program(cells, zero),
         trained_share=ADAPTER_SHARE if sft else 1.0,
     )
@@ -292,7 +293,9 @@ def _job(cells: dict[str, str]) -> Job:
 def _zero(cells: dict[str, str], dp: int) -> tuple[int, int]:
     """The stage, and how many ranks shard: all data ranks unless the notes name a group."""
     text = cells.get("zero_stage", "") or "1"
-    named = re.search(r"(?:ZeRO-1|FSDP) group (\d+)|sharded over groups of (\d+)", cells.get("notes", ""))
+    named = re.search(
+        r"(?:ZeRO-1|FSDP) group (\d+)|sharded over groups of (\d+)", cells.get("notes", "")
+    )
     group = int(next(g for g in named.groups() if g)) if named else dp
     zero = 3 if text == "hsdp" else int(_choice({"zero_stage": text}, "zero_stage", "0123"))
     return zero, group if 0 < group <= dp and dp % group == 0 else dp
@@ -311,6 +314,12 @@ def _recompute(cells: dict[str, str]) -> Recompute:
 def _program(cells: dict[str, str], zero: int) -> Program:
     """Whose habits: Megatron's for model parallelism and its sharded optimiser, else FSDP's."""
     return "fsdp" if zero >= 2 or "FSDP" in cells.get("notes", "") else "megatron"
+
+
+def _modern(cells: dict[str, str], zero: int) -> bool:
+    """Megatron with fused attention: since then it communicates beside computing."""
+    megatron = _program(cells, zero) == "megatron"
+    return megatron and cells["attention"] != "no-flash" and cells.get("sp", "") == "true"
 
 
 # --- machines --------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""What a machine gives of its peaks: the few numbers that the step time was fitted with. No torch.
+
+Each is physical and the same for every model, program and source. `docs/planner-calibration.md` says
+how each was found and how well the whole predicts runs that the fit has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from stepwell.hardware import TERA, Accelerator
+
+# Fastest dense product measured, TFLOP/s in 16 and 8 bits: Stas Bekman, "Machine Learning
+# Engineering", compute/accelerator (MAMF finder).
+MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
+    "a100-40g": (271.2, None),
+    "a100-80g": (271.2, None),
+    "a100-80g-pcie": (252.9, None),
+    "a800": (271.2, None),
+    "h100-sxm": (794.5, 1402.6),
+    "h200": (794.5, 1453.4),
+    "gh200": (828.6, 1535.0),
+    "b200": (1745.0, 3432.5),
+    "gb200": (1822.0, 3615.6),
+    "b300": (1769.0, 3353.3),
+    "mi300x": (668.4, None),
+    "mi325x": (784.9, None),
+    "mi355x": (1565.0, None),
+}
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """matmul_*: share of the device's fastest measured product that the products of a block reach,
+    in 16, 8 and 4 bits. unmeasured: that fastest product as a share of the peak, for devices on which
+    nobody has measured it. attention_*: of attention that keeps its scores on the chip, as a share of
+    the 16-bit product rate, by generation. memory: share of the memory's bandwidth that operations
+    reach which only move bytes. short_product: length of the summed dimension at which a product has
+    half its rate. scaleup, network: share of a link's rate that collectives reach. hop_s: time of a
+    message from one machine to the next, and a tenth of it inside one. launch_s: of the host, for a
+    kernel. contention: of communication that is hidden, the share by which it slows what hides it.
+    straggling: share by which a step grows with each doubling of the GPUs."""
+
+    matmul_16: float
+    matmul_8: float
+    matmul_4: float
+    unmeasured: float
+    attention_ampere: float
+    attention_hopper: float
+    attention_blackwell: float
+    memory: float
+    short_product: float
+    scaleup: float
+    network: float
+    hop_s: float
+    launch_s: float
+    contention: float
+    straggling: float
+
+    def as_dict(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def changed(self, **values: float) -> Coefficients:
+        return replace(self, **values)
+
+
+SHIPPED = Coefficients(
+    matmul_16=0.9,
+    matmul_8=0.8,
+    matmul_4=0.7,
+    unmeasured=0.8,
+    attention_ampere=0.55,
+    attention_hopper=0.55,
+    attention_blackwell=0.6,
+    memory=0.8,
+    short_product=128.0,
+    scaleup=0.7,
+    network=0.7,
+    hop_s=15e-6,
+    launch_s=6e-6,
+    contention=0.2,
+    straggling=0.003,
+)
+
+# Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
+PROCESSORS = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148, "cdna": 256}
+
+
+def generation(device: Accelerator) -> str:
+    """Of NVIDIA's data-centre parts, and the nearest of them for consumer parts; AMD's are cdna."""
+    name = device.name
+    if name.startswith("mi"):
+        return "cdna"
+    for prefixes, found in (
+        (("v100",), "volta"),
+        (("a100", "a800", "a10", "rtx-a", "rtx3"), "ampere"),
+        (("b200", "gb200", "b300", "gb300", "rtx5"), "blackwell"),
+    ):
+        if name.startswith(prefixes):
+            return found
+    return "hopper"
+
+
+def fastest_matmul(device: Accelerator, bits: int, unmeasured: float) -> float:
+    """FLOP/s of the fastest product in that many bits: measured if anybody has, else the share
+    `unmeasured` of the peak."""
+    sixteen, eight = MEASURED_MATMUL.get(device.name, (None, None))
+    measured = {16: sixteen, 8: eight}.get(bits)
+    if measured is not None:
+        return measured * TERA
+    return unmeasured * peak(device, bits)
+
+
+def peak(device: Accelerator, bits: int) -> float:
+    """FLOP/s by the datasheet. 4 bits: twice 8 bits' on Blackwell."""
+    if bits == 16:
+        return device.bf16_flops_per_s or device.peak_flops_per_s("fp16")
+    if bits == 32:
+        return device.peak_flops_per_s("fp32")
+    return device.peak_flops_per_s("fp8") * (2 if bits == 4 else 1)

@@ -1,0 +1,77 @@
+"""How long a step's collectives take by themselves, by axis and phase; what hides them is the
+step's affair. No torch.
+
+A ring passes a group's bytes through every machine's border once, on as many network cards as the
+group has ranks there: its rate is the smaller of the scale-up links' and the network's times those
+ranks. An exchange sends every rank's share through its own card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import log2
+
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.comms import Sent
+
+# A message inside a machine takes this share of one between machines.
+NEAR_HOP = 0.1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Of one axis and phase in a step: seconds at the full rates of the scale-up links and of the
+    network, and messages that wait for each other, in hops between machines."""
+
+    axis: str
+    phase: str
+    scaleup_s: float
+    network_s: float
+    hops: float
+
+    def seconds(self, scaleup: float, network: float, hop_s: float) -> float:
+        return self.scaleup_s / scaleup + self.network_s / network + self.hops * hop_s
+
+
+def flows(sent: Iterable[Sent], machines: Cluster) -> tuple[Flow, ...]:
+    table: dict[tuple[str, str], list[float]] = {}
+    for one in sent:
+        sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0])
+        for i, value in enumerate(_one(one, machines)):
+            sums[i] += one.calls * value
+    return tuple(Flow(axis, phase, *sums) for (axis, phase), sums in table.items())
+
+
+def _one(sent: Sent, machines: Cluster) -> tuple[float, float, float]:
+    """Of one call."""
+    near = min(sent.num_ranks, max(1, machines.scaleup_gpus // sent.stride))
+    num_bytes = sent.wire_bytes
+    if sent.axis == "pp":
+        far = sent.stride * sent.num_ranks > machines.scaleup_gpus
+        rate = machines.network_bytes_per_s if far else machines.scaleup_bytes_per_s
+        return (0.0, num_bytes / rate, 1.0) if far else (num_bytes / rate, 0.0, NEAR_HOP)
+    hops = _hops(sent, near)
+    if near >= sent.num_ranks:
+        return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
+    if sent.kind == "all-to-all":
+        leaving = num_bytes * (sent.num_ranks - near) / (sent.num_ranks - 1)
+        staying = num_bytes - leaving
+        network_s = leaving / machines.network_bytes_per_s
+        return staying / machines.scaleup_bytes_per_s, network_s, hops
+    network_rate = near * machines.network_bytes_per_s
+    if network_rate < machines.scaleup_bytes_per_s:
+        return 0.0, num_bytes / network_rate, hops
+    return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
+
+
+def _hops(sent: Sent, near: int) -> float:
+    """Rings wait for every rank in turn, reductions to all climb trees between machines, exchanges
+    go out side by side."""
+    machines = sent.num_ranks / near
+    inside = NEAR_HOP * (near - 1)
+    if sent.kind == "all-reduce":
+        return 2 * (inside + log2(machines))
+    if sent.kind == "all-to-all":
+        return NEAR_HOP + (1.0 if machines > 1 else 0.0)
+    return inside + machines - 1

@@ -1,0 +1,350 @@
+"""How long a step takes, and where its time goes. Closed form, no torch.
+
+`ledger(job)` counts what no rate changes; `price` turns it into seconds with the coefficients. A
+step is its busiest pipeline rank's: products, attention and memory traffic one after another, what
+of the communication nothing hides, the bubble, the optimiser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log2
+
+from stepwell.plan.coefficients import SHIPPED, Coefficients, fastest_matmul, generation, peak
+from stepwell.plan.comms import collectives
+from stepwell.plan.flows import Flow, flows
+from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.work import Pass, Piece, Product, Work, work_of
+
+# Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the three
+# written, the gradient's norm read before, the 16-bit copy written.
+ADAMW_BYTES = 34.0
+ADAMW_8BIT_BYTES = 22.0
+# A 32-bit sum of gradients over micro-batches: read and written.
+ACCUMULATE_BYTES = 8.0
+# Reads and writes for one value brought to 8 bits, beyond delayed scaling's, by recipe.
+CAST_FACTOR = {"tensorwise": 1.25, "rowwise": 1.5, "mxfp8": 1.25, "nvfp4": 1.25, "none": 1.0}
+# Share of tensor ranks' communication that products hide where a program overlaps them.
+TENSOR_HIDDEN = 0.6
+# Pauses between kernels on the device.
+KERNEL_GAP_S = 2e-6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """parts: seconds by name; they add up to total_s. model_flops: of the step on one GPU, causal
+    attention counted by half, nothing recomputed counted. hardware_flops: with what is recomputed.
+    ideal_s: model_flops at peak_flops_per_s, the datasheet's for the run's precision."""
+
+    parts: dict[str, float]
+    model_flops: float
+    hardware_flops: float
+    peak_flops_per_s: float
+    tokens: int
+    num_gpus: int
+    product_peak_s: float
+    attention_peak_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.peak_flops_per_s / self.total_s
+
+    @property
+    def hfu(self) -> float:
+        return self.hardware_flops / self.peak_flops_per_s / self.total_s
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step."""
+        return self.parts.get("bubble", 0.0) / self.total_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides."""
+        return sum(s for name, s in self.parts.items() if name.startswith("exposed "))
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.total_s / self.num_gpus
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a step asks for, before any rate."""
+
+    job: Job
+    work: Work
+    flows: tuple[Flow, ...]
+
+
+def ledger(job: Job) -> Ledger:
+    return Ledger(job, work_of(job), flows(collectives(job), job.cluster))
+
+
+def predict_step(job: Job, coefficients: Coefficients = SHIPPED) -> StepTime:
+    """Raises ConfigError for a precision that the device has no rate for."""
+    return price(ledger(job), coefficients)
+
+
+# --- a pass ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s and bytes/s that a device gives; the seconds of a kernel's launch."""
+
+    sixteen: float
+    low: float
+    flash: float
+    memory: float
+    short_product: float
+    launch_s: float
+    cast_factor: float
+
+    def product_s(self, p: Product) -> float:
+        rate = (self.low if p.low else self.sixteen) * p.fill
+        rate *= p.summed / (p.summed + self.short_product)
+        return max(p.flops / rate, p.num_bytes / self.memory)
+
+
+def rates_of(job: Job, c: Coefficients) -> Rates:
+    device, layout = job.cluster.accelerator, job.layout
+    if layout.precision == "fp32":
+        sixteen = peak(device, 32) * c.matmul_16
+    else:
+        sixteen = fastest_matmul(device, 16, c.unmeasured) * c.matmul_16
+    low = sixteen
+    if layout.precision == "fp8":
+        bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
+        low = fastest_matmul(device, bits, c.unmeasured) * share
+    flash = {
+        "ampere": c.attention_ampere,
+        "volta": c.attention_ampere,
+        "blackwell": c.attention_blackwell,
+    }.get(generation(device), c.attention_hopper)
+    return Rates(
+        sixteen,
+        low,
+        flash * fastest_matmul(device, 16, c.unmeasured),
+        device.bandwidth_bytes_per_s * c.memory,
+        c.short_product,
+        c.launch_s,
+        CAST_FACTOR.get(layout.recipe, 1.0),
+    )
+
+
+@dataclass
+class Seconds:
+    """Of a pass, or a sum of passes."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    casts: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.casts + self.host
+
+    def add(self, other: Seconds, times: float = 1.0) -> None:
+        self.products += times * other.products
+        self.attention += times * other.attention
+        self.memory += times * other.memory
+        self.casts += times * other.casts
+        self.host += times * other.host
+
+
+def pass_seconds(one: Pass, rates: Rates) -> Seconds:
+    """The host launches kernels ahead; where it takes longer than they do, they wait for it."""
+    products = sum(rates.product_s(p) for p in one.products)
+    attention = sum(rates.product_s(p) for p in one.scores) + one.flash_flops / rates.flash
+    memory = one.moved_bytes / rates.memory
+    casts = sum(p.cast_bytes for p in one.products) * rates.cast_factor / rates.memory
+    gaps = one.num_kernels * KERNEL_GAP_S
+    busy = products + attention + memory + casts + gaps
+    host = gaps + max(0.0, one.num_kernels * rates.launch_s - busy)
+    return Seconds(products, attention, memory, casts, host)
+
+
+# --- a step ----------------------------------------------------------------------------------
+
+
+def price(counted: Ledger, c: Coefficients) -> StepTime:
+    job, work = counted.job, counted.work
+    layout = job.layout
+    rates = rates_of(job, c)
+    ranks = _ranks(work, layout, rates)
+    busiest = max(ranks, key=lambda pair: pair[0].total + pair[1].total + pair[2].total)
+    forward, backward, again = busiest
+    m = layout.num_micro_batches
+    parts = {
+        "products": m * (forward.products + backward.products),
+        "attention": m * (forward.attention + backward.attention),
+        "memory": m * (forward.memory + backward.memory),
+        "quantisation": m * (forward.casts + backward.casts + again.casts),
+        "host": m * (forward.host + backward.host + again.host),
+        "recomputation": m * (again.total - again.casts - again.host),
+    }
+    exposed = _exposed(counted, c, forward, backward, again)
+    parts.update(exposed)
+    inner = m * (forward.total + backward.total + again.total)
+    inner += sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
+    parts["bubble"] = _bubble(layout, inner / m, ranks)
+    parts["optimizer"] = _optimizer(job, work, rates)
+    parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
+    return _step_time(job, work, parts)
+
+
+def _ranks(work: Work, layout: Arrangement, rates: Rates):
+    """Seconds of a micro-batch, (forward, backward, again), on a middle rank and the one with the
+    head."""
+    pieces = [
+        (
+            pass_seconds(piece.forward, rates),
+            pass_seconds(piece.backward, rates),
+            pass_seconds(piece.again, rates) if piece.again else Seconds(),
+            fullest,
+            last,
+        )
+        for piece, fullest, _, last in work.blocks
+    ]
+    middle = (Seconds(), Seconds(), Seconds())
+    final = (Seconds(), Seconds(), Seconds())
+    for *passes, fullest, last in pieces:
+        for i, one in enumerate(passes):
+            middle[i].add(one, fullest)
+            final[i].add(one, last)
+    final[0].add(pass_seconds(work.head.forward, rates))
+    final[1].add(pass_seconds(work.head.backward, rates))
+    embedding = pass_seconds(work.embedding, rates)
+    if layout.pp == 1:
+        final[0].add(embedding)
+        return [final]
+    return [middle, final]
+
+
+def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
+    """What the busiest rank waits: the other stages' time of one micro-batch, less with several
+    stages a rank (2104.04473, 2.2) or where backward passes are halved (2401.10241)."""
+    p = layout.pp
+    if p == 1:
+        return 0.0
+    totals = [sum(part.total for part in rank) for rank in ranks]
+    mean = ((p - 1) * totals[0] + totals[-1]) / p
+    others = p * mean - max(totals)
+    waits = others * micro_batch_s / max(totals)
+    if layout.schedule == "interleaved-1f1b":
+        return waits / layout.stages_per_rank
+    return waits / 6 if layout.schedule in ("zbv", "dualpipev") else waits
+
+
+def _optimizer(job: Job, work: Work, rates: Rates) -> float:
+    layout = job.layout
+    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    own = work.trained_parameters / shards
+    each = ADAMW_8BIT_BYTES if layout.optimizer == "adamw8bit" else ADAMW_BYTES
+    if layout.state_precision == "bf16":
+        each /= 2
+    link = job.cluster.pcie_bytes_per_s
+    offload = own * 4.0 / link if layout.offload_optimizer else 0.0
+    sums = 0.0
+    if not layout.reduce_every_micro_batch:
+        sums = layout.num_micro_batches * work.trained_parameters * ACCUMULATE_BYTES
+    return own * each / rates.memory + sums / rates.memory + offload
+
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Seconds, again: Seconds):
+    """Communication by axis that nothing hides, and how much it slows what hides the rest.
+
+    Weights are gathered and gradients reduced beside the passes that need them, or, where
+    gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
+    other; context ranks' keys travel beside attention; stages' messages beside the next pass where
+    a rank has several.
+    """
+    layout = counted.job.layout
+    m = layout.num_micro_batches
+    exposed: dict[str, float] = {}
+    hidden = 0.0
+    windows = _windows(layout, m, forward, backward, again)
+    for flow in counted.flows:
+        seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
+        if flow.axis == "tp":
+            open_s = seconds * (1 - TENSOR_HIDDEN if layout.overlap_tp else 1)
+        elif flow.axis == "cp":
+            open_s = max(0.0, seconds - m * (forward.attention + backward.attention) / 2)
+        elif flow.axis in ("ep", "world"):
+            open_s = seconds
+        elif flow.axis == "pp":
+            open_s = seconds / (2 if layout.stages_per_rank > 1 else 1)
+        else:
+            open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
+            windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
+        hidden += seconds - open_s
+        axis = "data" if flow.axis.startswith("dp_") else flow.axis
+        exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
+    exposed["contention"] = c.contention * hidden
+    return exposed
+
+
+def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, again: Seconds):
+    """Seconds of computing beside which data ranks communicate, by phase."""
+    if not layout.overlap_data:
+        return {}
+    gathers = m if layout.zero == 3 and layout.reshard != "never" else 1
+    reduces = m if layout.reduce_every_micro_batch else 1
+    # The first block's weights and the last one's gradients have nothing beside them.
+    share = 0.95
+    return {
+        "forward": share * gathers * forward.total,
+        "backward": share * reduces * (backward.total + again.total),
+        "optimizer": share * forward.total,
+    }
+
+
+# --- FLOPs -----------------------------------------------------------------------------------
+
+
+def _step_time(job: Job, work: Work, parts: dict[str, float]) -> StepTime:
+    layout, dims = job.layout, job.dims
+    device = job.cluster.accelerator
+    tokens = layout.global_batch_tokens
+    matrices, attention = flops_per_token(dims, layout.seq_len)
+    scale = tokens / layout.num_gpus
+    again = {"none": 0.0, "selective": 0.0, "every": 1 / layout.recompute_every, "budget": 0.5}
+    share = again.get(layout.recompute, 1.0)
+    trained = 3.0 if layout.trained_share > 0.5 else 2.0
+    model = (trained * matrices + 3 * attention) * scale
+    head = 2.0 * dims.embedding_parameters
+    more = share * (matrices - head + attention) * scale
+    bits = {"fp8": 4 if layout.recipe == "nvfp4" else 8, "fp32": 32}.get(layout.precision, 16)
+    top = peak(device, bits)
+    return StepTime(
+        parts=parts,
+        model_flops=model,
+        hardware_flops=model + more,
+        peak_flops_per_s=top,
+        tokens=tokens,
+        num_gpus=layout.num_gpus,
+        product_peak_s=trained * matrices * scale / top,
+        attention_peak_s=3 * attention * scale / top,
+    )
+
+
+def flops_per_token(dims: Dims, seq_len: int) -> tuple[float, float]:
+    """Forward FLOPs of the matrices (blocks that the token meets, and the head) and of causal
+    attention."""
+    d = dims
+    dense = d.num_layers - d.num_expert_layers
+    blocks = d.num_layers * d.attention_parameters + dense * d.mlp_parameters(d.d_ff)
+    if d.experts:
+        one = d.mlp_parameters(d.experts.d_ff)
+        blocks += d.num_expert_layers * one * (d.experts.top_k + d.experts.num_shared)
+    return 2.0 * (blocks + d.embedding_parameters), 2.0 * d.num_layers * d.q_width * seq_len
