@@ -41,11 +41,11 @@ from stepwell.train.weights import TOKENIZER
 CLAIM = (
     "DPO learns the judge's reward: on unseen strings beta times the policy's log-ratio orders "
     "them as he does (correlation above 0.9 with every seed). Trained on pairs that are nearly "
-    "alike, the margin grows while chosen and rejected answers both fall, with every seed; on a "
-    "mix that is mostly of such pairs the chosen ones lose at least 3 nats and the alarm fires. It "
-    "is silent, and less than a third of the loss is left, on pairs that are nothing alike, with "
-    "the highest CHES scores left out of the mix, with DPO-positive, and with a part of SFT; the "
-    "margin grows there, too."
+    "alike, or on a mix that is mostly of such pairs, the margin grows while chosen and rejected "
+    "answers both fall, with every seed; the alarm fires wherever the chosen ones lose more than 6 "
+    "nats, twice what it is set to. It is silent, and less than a third of the loss is left, on "
+    "pairs that are nothing alike, with the highest CHES scores left out of the mix, with "
+    "DPO-positive, and with a part of SFT; the margin grows there, too."
 )
 LETTERS = "abcdefgh"
 DIGITS = "0123456789"
@@ -76,8 +76,9 @@ def arms_of(size: Size) -> dict[str, Arm]:
 
 
 BENIGN = "unlike pairs"
-# Where the alarm has to fire. With near-identical pairs alone it did not with every seed.
-ALARMED = "mixed pairs"
+# What chosen answers may lose (nats) without an alarm: it looks at the batches on the way, not at
+# the whole. Above LEAST_FALL itself it was silent in 1 of 13 arms of other seeds.
+UNALARMED = 2 * LEAST_FALL
 # An arm without displacement -> the one that it is held against.
 REPAIRS = {
     BENIGN: "near-identical pairs",
@@ -88,9 +89,10 @@ REPAIRS = {
 
 
 class Size(NamedTuple):
-    """num_judged, num_heldout: pairs of the first part. num_near, num_far: of the mixed ones."""
+    """seeds: those of the whole size are none that anything was chosen by. num_judged, num_heldout:
+    pairs of the first part. num_near, num_far: of the mixed ones."""
 
-    seeds: int
+    seeds: tuple[int, ...]
     num_judged: int
     num_heldout: int
     judged_steps: int
@@ -99,8 +101,8 @@ class Size(NamedTuple):
     steps: int
 
 
-FULL = Size(3, 3000, 1000, 120, 120, 20, 50)
-SMALL = Size(1, 1200, 300, 40, 120, 20, 50)
+FULL = Size((30, 31, 32), 3000, 1000, 120, 120, 20, 50)
+SMALL = Size((0,), 1200, 300, 40, 120, 20, 50)
 WINDOW = 12
 # Settings of every run.
 SIDES = ("chosen", "rejected")
@@ -123,10 +125,10 @@ def measure(small: bool = False) -> dict[str, Any]:
     many nats an answer the chosen and the rejected ones and the margin have gained, over all pairs
     that there were, and how often the alarm fired."""
     size = SMALL if small else FULL
-    found = [_seed(seed, size) for seed in range(size.seeds)]
+    found = [_seed(seed, size) for seed in size.seeds]
     names = found[0]["reward"]
     return {
-        "seeds": size.seeds,
+        "seeds": len(size.seeds),
         "reward": {name: interval([row["reward"][name] for row in found]) for name in names},
         "scatter": found[0]["scatter"],
         "arms": {
@@ -151,12 +153,13 @@ def check(numbers: dict[str, Any]) -> list[str]:
     for name in set(REPAIRS.values()):
         arm = arms[name]
         most = max(arm["chosen"]["by_seed"])
-        if not most < (-LEAST_FALL if name == ALARMED else 0):
+        if not most < 0:
             wrong.append(f"{name}: the chosen answers changed by {most:+.2f} nats with a seed")
         if not min(arm["margin"]["by_seed"]) > 0:
             wrong.append(f"{name}: the margin did not grow")
-        if name == ALARMED and not min(arm["alarms"]["by_seed"]) > 0:
-            wrong.append(f"{name}: no alarm")
+        for change, alarms in zip(arm["chosen"]["by_seed"], arm["alarms"]["by_seed"], strict=True):
+            if change < -UNALARMED and not alarms:
+                wrong.append(f"{name}: no alarm, though {-change:.2f} nats were lost")
         if not max(arm["rejected"]["by_seed"]) < 0:
             wrong.append(f"{name}: the rejected answers rose")
     for name, before in REPAIRS.items():
@@ -238,7 +241,9 @@ class World(NamedTuple):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (self.folder / f"{name}.jsonl").write_text(text, "utf-8")
 
-    def taught(self, name: str, rows: Sequence[dict[str, Any]], steps: int) -> str:
+    def taught(
+        self, name: str, rows: Sequence[dict[str, Any]], steps: int, lr: float = 0.01
+    ) -> str:
         """A model after so many steps of SFT on these rows: its folder."""
         self.write(name, rows)
         base = self.folder / "base"
@@ -246,7 +251,7 @@ class World(NamedTuple):
             run = self.run("sft", "none", name)
             Engine(run).save(base, {TOKENIZER: self.tokenizer.fingerprint}).wait()
         more = {"train.steps": steps, "train.global_batch_rows": 8, "train.micro_batch_rows": 8}
-        more |= {"optim.lr": 0.01, "optim.schedule.warmup_steps": 5, "model.init": str(base)}
+        more |= {"optim.lr": lr, "optim.schedule.warmup_steps": 5, "model.init": str(base)}
         sft(self.run("sft", name, name, **more), self.tokenizer)
         return str(checkpoint.latest(self.folder / name))
 
@@ -297,7 +302,7 @@ def judged(rng: random.Random, count: int) -> list[dict[str, Any]]:
 def implicit_reward(world: World, size: Size) -> dict[str, Any]:
     rng = random.Random(world.seed)
     strings = [{"prompt": p, "completion": c} for p, c in words(rng, size.num_judged)]
-    reference = world.taught("strings", strings, size.judged_steps)
+    reference = world.taught("strings", strings, size.judged_steps, 0.002)
     world.write("judged", judged(rng, size.num_judged))
     heldout = judged(rng, size.num_heldout)
     world.write("unseen", heldout)

@@ -16,28 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 
-from stepwell.config import Run
-from stepwell.data.judged import Pair
 from stepwell.eval.grade import Prompt, Verdict
-from stepwell.generate import Request, Sampling
+from stepwell.labs.letters import MAX_TOKENS, NUM_PROMPTS, TOKENIZER_OF_LETTERS, World, alone
 from stepwell.labs.seeds import quiet
-from stepwell.labs.symbols import tokenizer_of
 from stepwell.metrics import read_events, read_lines
-from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.best_of_n import best_of, kl_bound
 from stepwell.posttrain.grpo import grpo
 from stepwell.posttrain.overoptimisation.curves import first_fall, fit
 from stepwell.posttrain.overoptimisation.watch import EVENT
-from stepwell.posttrain.reward_model.losses import reward_loss
 from stepwell.posttrain.reward_model.model import open_scorer
-from stepwell.posttrain.reward_model.rows import pack
 from stepwell.posttrain.rewards.composite import Dimension, Rewards, Scorer, open_rewards
-from stepwell.sections.methods import GRPO, RewardModel, RewardTerm
-from stepwell.train.engine import Engine
-from stepwell.train.weights import TOKENIZER
+from stepwell.sections.methods import GRPO, RewardTerm
 from stepwell.types import Completion
 
 CLAIM = (
@@ -48,10 +39,7 @@ CLAIM = (
     "themselves more and go far there, too. The models' absolute disagreement falls all the while. "
     "Gold of the best of n by the proxy bends down in Gao's form: beta lies above 0."
 )
-LETTERS = "abcdefghijklmnopqrstuvwx"
-TOKENIZER_OF_LETTERS = tokenizer_of(LETTERS)
-MAX_TOKENS, NUM_PROMPTS, PAIRS_PER_STEP, WINDOW = 12, 8, 32, 5
-REPETITION_PENALTY = 0.45
+WINDOW = 5
 FALL, LEAST_LOSS = 0.05, 0.1
 # Rollouts that a point of the gold curve is the mean of: a single one has noise of about 5 %.
 SMOOTH = 5
@@ -145,7 +133,7 @@ def one_seed(seed: int, size: Size) -> dict[str, Any]:
         place = Path(folder)
         models = [str(place / f"model{i}") for i in range(size.num_models)]
         for number, model in enumerate(models):
-            world.train_model(model, number, size)
+            world.train_model(model, number, size.pairs, size.model_steps)
         return {
             "best_of_n": best_of_curves(world, models, size),
             "rl": {
@@ -155,85 +143,16 @@ def one_seed(seed: int, size: Size) -> dict[str, Any]:
         }
 
 
-class World:
-    """Letters' worths, prompts (a letter each) and the first policy of a seed."""
+def gold_scorer(world: World, learnt: bool) -> Scorer:
+    """learnt: as if three models agreed on gold, which the detector then watches."""
 
-    def __init__(self, seed: int):
-        self.seed = seed
-        order = np.random.default_rng(seed).permutation(list(LETTERS))
-        ids = [TOKENIZER_OF_LETTERS.encode(letter)[0] for letter in order]
-        self.worth = dict(zip(ids, np.linspace(-1, 1, len(ids)).tolist(), strict=True))
-        self.prompts = [
-            Prompt(letter, tuple(TOKENIZER_OF_LETTERS.encode(letter)))
-            for letter in LETTERS[:NUM_PROMPTS]
-        ]
-        self.policy = Engine(self.run())
-        self.weights = [(k, v.clone()) for k, v in self.policy.full_state_dict().items()]
+    def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
+        golds = [world.gold(c.token_ids) for c in completions]
+        if not learnt:
+            return [Verdict(gold) for gold in golds]
+        return [Verdict(gold, disagreement=0.0, members=(gold,) * 3) for gold in golds]
 
-    def run(self, method: dict[str, Any] | None = None, **values: Any) -> Run:
-        sizes = {"num_layers": 1, "d_model": 32, "num_heads": 2, "num_kv_heads": 2, "d_ff": 64}
-        usual = {
-            **{f"model.{name}": value for name, value in sizes.items()},
-            "model.head_dim": 16,
-            "model.vocab_size": TOKENIZER_OF_LETTERS.vocab_size,
-            "model.max_seq_len": 64,
-            "data.seq_len": 64,
-            "precision.compute": "fp32",
-            "optim.schedule.kind": "constant",
-            "optim.weight_decay": 0.0,
-            "train.seed": self.seed,
-        }
-        return Run.parse({} if method is None else {"method": method}, {**usual, **values})
-
-    def gold(self, ids: Sequence[int]) -> float:
-        known = [i for i in ids if i in self.worth]
-        repetitions = len(known) - len(set(known))
-        return sum(self.worth[i] for i in set(known)) - REPETITION_PENALTY * repetitions
-
-    def answers(self, count: int, seed: int) -> list[Completion]:
-        """Of the first policy, to the prompts in turn."""
-        sampling = Sampling(eos_ids=TOKENIZER_OF_LETTERS.stop_ids, max_new_tokens=MAX_TOKENS)
-        requests = [
-            Request(i, self.prompts[i % NUM_PROMPTS].ids, (self.seed * 1000 + seed) * 1_000_000 + i)
-            for i in range(count)
-        ]
-        return self.policy.generate(requests, sampling, tokenizer=TOKENIZER_OF_LETTERS)
-
-    def train_model(self, folder: str, number: int, size: Size) -> None:
-        """A reward model on pairs of its own, the better one by gold first."""
-        sampled, pairs = self.answers(2 * size.pairs, 1 + number), []
-        for one, other in zip(sampled[::2], sampled[1::2], strict=True):
-            worse, better = sorted((one, other), key=lambda c: self.gold(c.token_ids))
-            pairs.append(
-                Pair(
-                    better.prompt_ids,
-                    better.token_ids,
-                    worse.token_ids,
-                    rejected_prompt_ids=worse.prompt_ids,
-                )
-            )
-        values = {"optim.lr": 3e-3, "train.seed": 1000 * self.seed + number}
-        run = self.run({"kind": "reward"}, **values, **{"train.micro_batch_rows": 64})
-        assert isinstance(run.method, RewardModel)
-        engine, loss = Engine(run), reward_loss(run.method, 1)
-        rng = np.random.default_rng([self.seed, number])
-        for _ in range(size.model_steps):
-            chosen = rng.integers(0, len(pairs), PAIRS_PER_STEP).tolist()
-            batch = pack([pairs[i] for i in chosen], run, TOKENIZER_OF_LETTERS.pad_id, chosen)
-            engine.forward_backward(batch, loss)
-            engine.optim_step()
-        engine.save(folder, {TOKENIZER: TOKENIZER_OF_LETTERS.fingerprint}).wait()
-
-    def gold_scorer(self, learnt: bool) -> Scorer:
-        """learnt: as if three models agreed on gold, which the detector then watches."""
-
-        def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
-            golds = [self.gold(c.token_ids) for c in completions]
-            if not learnt:
-                return [Verdict(gold) for gold in golds]
-            return [Verdict(gold, disagreement=0.0, members=(gold,) * 3) for gold in golds]
-
-        return Scorer(score, is_model=learnt)
+    return Scorer(score, is_model=learnt)
 
 
 def best_of_curves(world: World, models: Sequence[str], size: Size) -> dict[str, Any]:
@@ -278,9 +197,9 @@ def reinforced(world: World, folder: Path, models: Sequence[str], size: Size) ->
     if models:
         trained = open_rewards(run.method, TOKENIZER_OF_LETTERS, alone(), run).dimensions
     else:
-        trained = (Dimension(term, world.gold_scorer(learnt=True)),)
+        trained = (Dimension(term, gold_scorer(world, learnt=True)),)
     watched = RewardTerm(name="gold", source="python:gold.py:gold", weight=0.0)
-    rewards = Rewards((*trained, Dimension(watched, world.gold_scorer(learnt=False))))
+    rewards = Rewards((*trained, Dimension(watched, gold_scorer(world, learnt=False))))
     grpo(run, world.prompts, TOKENIZER_OF_LETTERS, world.weights, rewards=rewards)
     lines = read_lines(folder / "metrics.jsonl")
     alarms = [event for event in read_events(folder) if event["event"] == EVENT]
@@ -304,7 +223,3 @@ def reinforced(world: World, folder: Path, models: Sequence[str], size: Size) ->
 def smoothed(values: Sequence[float]) -> list[float]:
     """Means of SMOOTH neighbours; the first is of rollouts 1 to SMOOTH."""
     return np.convolve(values, np.ones(SMOOTH) / SMOOTH, "valid").tolist()
-
-
-def alone() -> Mesh:
-    return Mesh(1, 0, 0, torch.device("cpu"))
