@@ -17,8 +17,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
-from stepwell.plan.schedule_actions import Action, check_schedule, schedule_actions
+from stepwell.plan.schedule_actions import Action, Kind, check_schedule, schedule_actions
 from stepwell.types import ConfigError
+
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ def check_actions(actions: Sequence[Sequence[Action]], num_stages: int) -> None:
     trains = any(action.kind != "F" for action in seen)
     for stage in range(num_stages):
         for i in micro_batches:
-            kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, i) in seen)
+            kinds = "".join(kind for kind in KINDS if Action(kind, stage, i) in seen)
             if kinds not in (("FB", "FIW") if trains else ("F",)):
                 raise ConfigError(
                     f"micro-batch {i} has {kinds or 'nothing'} in stage {stage}; it needs "
