@@ -118,7 +118,11 @@ class Arrangement:
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
     overlap_data: data ranks beside the passes.
     trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
-    gradient_precision: of gradients as they are summed. loss_chunk_tokens: whose logits are there
+    gradient_precision: of gradients as they are summed; moment_precision: where it is not that of
+    the masters. step_bytes: a parameter of a rank's part, that the optimiser holds only while it
+    steps. bucket_elements: gradients that are copied together to be summed. compiled_loss: with
+    `compiled`, whether the loss is, too. expandable_segments: of torch's allocator.
+    loss_chunk_tokens: whose logits are there
     at once, None: all. prefetch: blocks gathered ahead. stage_blocks: blocks of each pipeline
     stage, None: even. recompute_modules: of a block, by Megatron's names, with "selective".
     recompute_every: as remat.every.
@@ -154,6 +158,11 @@ class Arrangement:
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     state_precision: Literal["fp32", "bf16"] = "fp32"
     gradient_precision: Literal["fp32", "bf16"] = "fp32"
+    moment_precision: Literal["fp32", "bf16"] | None = None
+    step_bytes: int = 0
+    bucket_elements: int = 0
+    compiled_loss: bool = True
+    expandable_segments: bool = True
     release_gradients: bool = False
     loss_chunk_tokens: int | None = None
     prefetch: int = 1
