@@ -3,11 +3,13 @@ import json
 
 import pytest
 from rich.console import Console
+from tests.runs import MODEL
 
 from stepwell.cli import main
 from stepwell.commands.preview import as_values, look, print_preview, take_option
 from stepwell.config import Run
 from stepwell.tokenizer import Tokenizer
+from stepwell.train.engine import Engine
 from stepwell.types import ConfigError
 
 CHAT = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "3"}]
@@ -139,7 +141,8 @@ def test_missing_data_or_tokenizer_is_refused(folder):
 
 
 def test_a_check_looks_at_the_rows(folder, capsys):
-    options = ["--model.vocab_size", "320", "--check"]
+    Engine(Run.parse({}, MODEL)).save(folder / "base", {}).wait()
+    options = ["--model.init", str(folder / "base"), "--check"]
     plain = ["sft", *words(folder)[2:], *options]
     assert main(plain) == 0
     shown = capsys.readouterr().out

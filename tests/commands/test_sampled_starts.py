@@ -10,6 +10,13 @@ from tests import runs
 from tests.runs import settings, words, write_rows
 
 from stepwell.cli import main
+from stepwell.commands.training import with_weights
+from stepwell.config import Run
+from stepwell.posttrain.preference.online_dpo import online_dpo
+from stepwell.tokenizer import Tokenizer
+from stepwell.train.engine import Engine
+from stepwell.train.weights import TOKENIZER
+from stepwell.types import ConfigError
 
 METHODS = ("grpo", "ppo", "online-dpo")
 
@@ -26,6 +33,13 @@ def world(tmp_path_factory):
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in (1, 2, 3) for b in (4, 5, 60)]
     write_rows(Path("sums.jsonl"), sums)
     write_rows(Path("bare.jsonl"), [{"prompt": row["prompt"]} for row in sums])
+    known = {TOKENIZER: Tokenizer.load("tokenizer").fingerprint}
+    kinds = {"rm": "bradley-terry", "steps": "process", "classes": "classification"}
+    for name, objective in kinds.items():
+        keys = {"method.objective": objective, "model.num_labels": 3 if name == "classes" else 1}
+        run = Run.parse({"method": {"kind": "reward"}}, {**runs.MODEL, **keys, "dir": name})
+        run.save(Path(name, "run.toml"))
+        Engine(run).save(Path(name, "checkpoints", "step-00000001"), known).wait()
     yield folder
     os.chdir(before)
 
@@ -93,8 +107,79 @@ def test_a_folder_without_a_model_is_named_by_what_it_is_for(world, values, mess
 
 
 def test_a_reward_model_is_not_opened_and_the_term_beside_it_is_tried(world, capsys):
-    model = '{name = "rm", source = "model:base"}'
+    model = '{name = "rm", source = "model:rm"}'
     for beside, code in (("exact", 0), ("exakt", 2)):
         terms = f'[{model}, {{name = "right", source = "{beside}"}}]'
         assert checked("grpo", **{"method.rewards": terms}) == code
         assert ("did you mean 'exact'" in capsys.readouterr().err) == bool(code)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ("base", "base is no reward model (model.head='lm')"),
+        ("rm,steps", "different objectives: rm (bradley-terry), steps (process)"),
+        ("classes", "a reward is one number, but classes scores 3 classes"),
+    ],
+)
+def test_models_that_cannot_be_one_reward_are_refused_before(
+    world, method, models, message, capsys
+):
+    values = {"method.verifier": f"model:{models}", "method.self_test": "false"}
+    assert checked(method, **values) == 2
+    assert message in json.loads(capsys.readouterr().out)["fault"]
+    start = {"data.path": "sums.jsonl", "data.seq_len": 48, **values}
+    assert main(words(method, settings("grpo", "run", **start))) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("run").exists(), "no engine was built"
+
+
+def test_what_a_user_should_know_of_reward_models_is_told(world, capsys):
+    for models, warned in (
+        ("rm", ""),
+        ("rm,rm", "not standardised"),
+        ("steps", "scores the last token alone"),
+    ):
+        values = {"method.verifier": f"model:{models}", "method.self_test": "false"}
+        assert checked("grpo", **values) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        assert [warned in text for text in warnings] == [True] * bool(warned)
+
+
+def test_a_function_checks_what_the_command_does(world):
+    """An environment that cannot be had ends online_dpo() before anything is built."""
+    values = {**settings("grpo", "run"), "method.environment": "calculater"}
+    run = with_weights(Run.parse({"method": {"kind": "online-dpo"}}, values))
+    with pytest.raises(ConfigError, match="did you mean 'calculator'"):
+        online_dpo(run, [], Tokenizer.load("tokenizer"))
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", *METHODS])
+def test_what_is_not_named_is_told_at_once(world, method, capsys):
+    """Before a header is printed or a process started."""
+    named = {"model.init": "base", "data.path": "sums.jsonl", "data.tokenizer": "tokenizer"}
+    for key in named:
+        given = {k: v for k, v in named.items() if k != key}
+        for more in ([], ["--nproc", "2"]):
+            assert main([*words(method, {**given, "dir": "run"}), *more]) == 2
+            error = capsys.readouterr().err
+            assert error.startswith(f"stepwell: {key} is not set")
+            assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+def test_a_check_asks_for_the_model_that_a_start_needs(world, method, capsys):
+    pairs = [{"prompt": "1+2=", "chosen": "3", "rejected": "4", "completion": "3"}] * 20
+    write_rows(Path("pairs.jsonl"), pairs)
+    values = {"data.path": "pairs.jsonl", "data.tokenizer": "tokenizer", "dir": "run"}
+    for init, code in ({}, 2), ({"model.init": "base"}, 0):
+        given = {**values, "model.vocab_size": 320, **init}
+        assert main([*words(method, given), "--check", "--json"]) == code
+        fault = json.loads(capsys.readouterr().out)["fault"]
+        assert (fault is None) == (code == 0)
+    Tokenizer.train(["another text " * 9], 280).save("other")
+    given = {**values, "model.init": "base", "data.tokenizer": "other"}
+    assert main([*words(method, given), "--check", "--json"]) == 2
+    assert "trained with another tokenizer" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from stepwell.launch import environ
 from stepwell.launch.local import FAILED_RANK_LOG, launch
 from stepwell.launch.peers import watched
 from stepwell.launch.stopping import last_saved, what_is_saved
+from stepwell.posttrain.first_model import require_model
 from stepwell.schema import dotted_keys, read_toml
 from stepwell.sections.methods import Method, MethodSection
 from stepwell.sections.optim import LossConfig
@@ -361,6 +362,7 @@ def _command(method: str, argv: Sequence[str]) -> int:
     check(resolved, ranks)
     if arguments.check:
         return _check(resolved, ranks, arguments.as_json)
+    require_named(resolved)
     is_main = os.environ.get("RANK", "0") == "0"
     # A launcher or Slurm that starts the same command again wants it to go on.
     if arguments.start == "fresh" and is_main and not environ.num_restarts(os.environ):
@@ -402,6 +404,21 @@ def _check(run: Run, ranks: Ranks, as_json: bool) -> int:
     if fault is not None:
         raise fault
     return 0
+
+
+def require_named(run: Run) -> None:
+    """Raises ConfigError where a method after pretraining is told no model, rows or tokenizer to
+    start from: before there is a header, or a process more."""
+    if run.method.kind == "pretrain":
+        return
+    require_model(run, None)
+    for key in ("path", "tokenizer"):
+        if getattr(run.data, key) is None:
+            what = {
+                "path": "a JSONL or Parquet file of its rows",
+                "tokenizer": "a tokenizer.json or its folder",
+            }
+            raise ConfigError(f"data.{key} is not set; {run.method.kind} needs {what[key]}")
 
 
 def check_start(run: Run) -> list[str]:

@@ -19,6 +19,7 @@ from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
+from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.overoptimisation.watch import Overopt, divergence
 from stepwell.posttrain.policy.batch import (
     minibatches,
@@ -52,7 +53,7 @@ from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import GRPO, RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session, open_session
-from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 
 
@@ -115,7 +116,7 @@ def check_grpo(
     for a reference that cannot be had, and for fewer prompts than a step takes."""
     method = run.method
     assert isinstance(method, GRPO)
-    check_sampled(method)
+    check_sampled(method, tokenizer)
     check_signs(method)
     require_model(run, weights)
     if run.model.init is not None:

@@ -15,7 +15,12 @@ from stepwell.generate import Sampling
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.posttrain.policy.advantages import dead_share
-from stepwell.posttrain.rewards.composite import Rewards, reward_metrics, reward_terms
+from stepwell.posttrain.rewards.composite import (
+    Rewards,
+    check_models,
+    reward_metrics,
+    reward_terms,
+)
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
 from stepwell.posttrain.sampling.environments import Factory, find_environment
 from stepwell.sections.methods import RewardTerm, SampledMethod
@@ -36,10 +41,12 @@ MAX_EMPTY = 3
 # --- before a run ------------------------------------------------------------------------------
 
 
-def check_sampled(method: SampledMethod) -> None:
+def check_sampled(method: SampledMethod, tokenizer: Tokenizer | None = None) -> None:
     """Raises ConfigError for an environment that cannot be had, for a dimension that is named like
-    its reward, and for rewards that all weigh nothing."""
+    its reward, for rewards that all weigh nothing, and for reward models that cannot be one reward;
+    CheckpointError for such a one that cannot be read."""
     terms = reward_terms(method)
+    check_models(method, tokenizer)
     if method.environment:
         find_environment(method.environment)
         if any(term.name == "environment" for term in terms):

@@ -20,6 +20,7 @@ from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.epochs import with_epochs
+from stepwell.posttrain.first_model import require_model
 from stepwell.sections.methods import SFT
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -28,7 +29,7 @@ from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.session import hold_folder, join, on_main, open_session
 from stepwell.train.streams import open_rows
-from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, DataError
 
 

@@ -190,16 +190,6 @@ def finite_weights(
         yield name, tensor
 
 
-def require_model(run: Run, weights: object | None) -> None:
-    """Raises ConfigError for a run that would train random weights on answers or rewards."""
-    if run.model.init is None and run.checkpoint.branch_from is None and weights is None:
-        raise ConfigError(
-            f"model.init is not set, and {run.method.kind} needs a model to start from: a run's "
-            "folder (its last checkpoint), a checkpoint, a Hugging Face folder, a .gguf file, or "
-            f"{SMOLLM2!r}"
-        )
-
-
 def known_tokenizer(model: str | Path) -> str | None:
     """The fingerprint of the tokenizer of a run's folder, a checkpoint or a Hugging Face folder;
     None where it is not known (an older checkpoint, a .gguf file, no tokenizer.json).

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 from stepwell.config import Run
+from stepwell.posttrain.first_model import require_model
 from stepwell.tokenizer import Tokenizer
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, DataError
 
 
@@ -20,6 +22,13 @@ def require_data(run: Run, what: str) -> str:
         if not os.access(path, os.R_OK):
             raise DataError(f"cannot read {path}: there is no such file, or it may not be read")
     return run.data.path
+
+
+def require_start(run: Run, tokenizer: Tokenizer) -> None:
+    """A model to start from, and one of this tokenizer. Raises ConfigError."""
+    require_model(run, None)
+    if run.model.init is not None:
+        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
 
 
 def tokenizer_of(run: Run) -> Tokenizer:

@@ -7,12 +7,9 @@ from stepwell.commands.starts.prompts import check_rewards, prompts_of, report_d
 from stepwell.config import Run
 from stepwell.posttrain.ppo.placement import reference_warnings
 from stepwell.posttrain.preference.online_dpo import check_online_dpo, online_dpo
-from stepwell.posttrain.sampled import check_sampled
-from stepwell.sections.methods import OnlineDPO
 
 
 def check(run: Run) -> list[str]:
-    _check_method(run)
     tokenizer = tokenizer_of(run)
     prompts, _ = prompts_of(run, tokenizer)
     check_online_dpo(run, prompts, tokenizer)
@@ -20,13 +17,7 @@ def check(run: Run) -> list[str]:
 
 
 def start(run: Run) -> int:
-    _check_method(run)
     tokenizer = tokenizer_of(run)
     prompts, dropped = prompts_of(run, tokenizer)
     report_drops(run, dropped)
     return online_dpo(run, prompts, tokenizer, dropped=dropped)
-
-
-def _check_method(run: Run) -> None:
-    assert isinstance(run.method, OnlineDPO)
-    check_sampled(run.method)

@@ -30,21 +30,23 @@ def report_drops(run: Run, dropped: Mapping[str, int]) -> None:
 
 def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[str]:
     """Opens the rewards that need no model and tries them as a start would, before any engine is
-    built; what a user should know of them. Raises ConfigError for a source that cannot be opened,
-    or that junk satisfies, and DataError for prompts without a column that one requires."""
-    from stepwell.posttrain.rewards.composite import open_rewards, reward_terms
+    built; what a user should know of these and of the reward models. Raises ConfigError for a
+    source that cannot be opened, or that junk satisfies, for models that cannot be one reward, and
+    DataError for prompts without a column that a source requires."""
+    from stepwell.posttrain.rewards.composite import check_models, open_rewards, reward_terms
     from stepwell.posttrain.rewards.self_test import self_test
 
     method = run.method
     assert isinstance(method, SampledMethod)
+    found = check_models(method, tokenizer)
     terms = [t for t in reward_terms(method) if t.source.partition(":")[0] != "model"]
     if not terms:
-        return []
+        return found
     with closing(open_rewards(method.model_copy(update={"rewards": tuple(terms)}))) as rewards:
         rewards.check_columns(prompts)
         if not method.self_test:
-            return rewards.warnings
-        return self_test(rewards, prompts, tokenizer, method.max_new_tokens)
+            return found + rewards.warnings
+        return found + self_test(rewards, prompts, tokenizer, method.max_new_tokens)
 
 
 def prompts_of(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, int]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from stepwell.commands.inputs import counted
-from stepwell.commands.starts.inputs import require_data, tokenizer_of
+from stepwell.commands.starts.inputs import require_data, require_start, tokenizer_of
 from stepwell.config import Run
 from stepwell.posttrain.reward_model.rows import load_rows
 from stepwell.posttrain.reward_model.train import reward
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.weights import require_model
 
 ROWS = {
     "bradley-terry": "pairs (prompt, chosen, rejected)",
@@ -22,6 +21,7 @@ ROWS = {
 def check(run: Run) -> list[str]:
     tokenizer = tokenizer_of(run)
     path = require_data(run, rows_wanted(run))
+    require_start(run, tokenizer)
     paths = [path, *([run.data.heldout_path] if run.data.heldout_path else [])]
     return [line for each in paths for line in left_out(run, each, tokenizer)]
 
@@ -29,7 +29,7 @@ def check(run: Run) -> list[str]:
 def start(run: Run) -> int:
     tokenizer = tokenizer_of(run)
     require_data(run, rows_wanted(run))
-    require_model(run, None)
+    require_start(run, tokenizer)
     return reward(run, tokenizer)
 
 

@@ -19,6 +19,7 @@ from stepwell.data.batch import Batch
 from stepwell.eval.grade import Prompt
 from stepwell.metrics import LineFile
 from stepwell.posttrain.answers import answers_of
+from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
 from stepwell.posttrain.policy.kl_control import next_coef
 from stepwell.posttrain.ppo.critic import NAME as CRITIC
@@ -56,7 +57,7 @@ from stepwell.sections.methods import PPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session, join, open_session
-from stepwell.train.weights import check_tokenizer, require_model, with_head
+from stepwell.train.weights import check_tokenizer, with_head
 from stepwell.types import ConfigError
 
 
@@ -120,7 +121,7 @@ def check_ppo(
     a reference that cannot be had, and for fewer prompts than a step takes."""
     method = run.method
     assert isinstance(method, PPO)
-    check_sampled(method)
+    check_sampled(method, tokenizer)
     require_model(run, weights)
     for init in (run.model.init, method.critic_init):
         if init is not None:

@@ -15,6 +15,7 @@ from stepwell.config import Run
 from stepwell.data.loader import rank_rows
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.epochs import with_epochs
+from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.preference.displacement import (
     CHES_FILE,
     Monitor,
@@ -36,7 +37,7 @@ from stepwell.sections.methods import DPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session, hold_folder, join, on_main, open_session
-from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 
 Weights = Iterable[tuple[str, Tensor]]

@@ -18,6 +18,7 @@ from stepwell.config import Run
 from stepwell.eval.grade import Prompt
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.posttrain.answers import Answer, answers_of
+from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
 from stepwell.posttrain.policy.batch import scored
 from stepwell.posttrain.policy.pairs import (
@@ -38,6 +39,7 @@ from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
     all_shares,
     check_failures,
+    check_sampled,
     dealt,
     greedy_answers,
     headline,
@@ -49,7 +51,7 @@ from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import OnlineDPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session, join, open_session
-from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 
 FIRST = -1  # the number of the rollout before the first
@@ -107,9 +109,11 @@ def check_online_dpo(
     run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer, weights: object = None
 ) -> None:
     """Raises ConfigError without a model to start from, with another tokenizer than the model's,
-    for a reference that cannot be had, and for fewer prompts than a step takes."""
+    for a reference that cannot be had, for fewer prompts than a step takes, and what
+    `check_sampled` does."""
     method = run.method
     assert isinstance(method, OnlineDPO)
+    check_sampled(method, tokenizer)
     require_model(run, weights)
     if run.model.init is not None:
         check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)

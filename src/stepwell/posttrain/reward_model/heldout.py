@@ -82,8 +82,9 @@ def evaluate(engine: Engine, rows: Rows, pad_id: int) -> dict[str, float]:
 
 
 def pair_metrics(scored: Scored, centre_coef: float = 0.0) -> dict[str, float]:
-    """nll: the loss without the centring. A tie is half right. calibration_error: of the chance sigmoid(difference) that the chosen
-    answer wins, over both orders of each pair (or every outcome would be a win)."""
+    """nll: the loss without the centring. A tie is half right. calibration_error: of the chance
+    sigmoid(difference) that the chosen answer wins, over both orders of each pair (or every outcome
+    would be a win)."""
     scores_P2 = scored.scores_MC[:, 0].unflatten(0, (-1, 2))
     chosen_P, rejected_P = scores_P2.unbind(1)
     margin_P = chosen_P - rejected_P

@@ -29,6 +29,7 @@ from stepwell.posttrain.reward_model.ensembles import (
 from stepwell.posttrain.reward_model.losses import at_places, step_chance
 from stepwell.posttrain.reward_model.rows import row_length
 from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine
@@ -188,15 +189,7 @@ def open_scorer(
     alone = Mesh(1, 0, 0, mesh.device)
     members = []
     for folder in folders:
-        path = reward_folder(folder)
-        model = read_model(str(path))
-        if model.head != "score":
-            raise ConfigError(
-                f"{folder} is no reward model (model.head={model.head!r}); "
-                "train one from it with `stepwell reward`"
-            )
-        if tokenizer is not None:
-            check_tokenizer(path, tokenizer)
+        path, model = reward_model(folder, tokenizer)
         model = model.model_copy(update={"init": str(path)})
         run = Run.parse(
             {
@@ -211,6 +204,23 @@ def open_scorer(
         notes = score_notes(path)
         members.append(Member(folder, engine, notes.pad_id, notes.mean, notes.sd))
     return Scorer(members, seq_len, aggregate, k, together=layout is not None)
+
+
+def reward_model(
+    folder: str | Path, tokenizer: Tokenizer | None = None
+) -> tuple[Path, ModelConfig]:
+    """Where the model is, and its dimensions. Raises CheckpointError where there is none, and
+    ConfigError for one without a score and for one that is known to belong to another tokenizer."""
+    path = reward_folder(folder)
+    model = read_model(str(path))
+    if model.head != "score":
+        raise ConfigError(
+            f"{folder} is no reward model (model.head={model.head!r}); "
+            "train one from it with `stepwell reward`"
+        )
+    if tokenizer is not None:
+        check_tokenizer(path, tokenizer)
+    return path, model
 
 
 def reward_folder(folder: str | Path) -> Path:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+import torch
+
 from stepwell.config import Run
-from stepwell.posttrain.reward_model.model import Scorer, reward_folder
+from stepwell.posttrain.reward_model.ensembles import Combination, combine, standardised
+from stepwell.posttrain.reward_model.model import Scorer, reward_folder, reward_model, score_notes
+from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError
 
 
@@ -44,6 +48,39 @@ def check_objectives(folders: Sequence[str]) -> list[str | None]:
     return found
 
 
+def check_reward(
+    folders: Sequence[str],
+    aggregate: Combination = "mean",
+    k: float = 1.0,
+    tokenizer: Tokenizer | None = None,
+) -> list[str]:
+    """What a user should know of these models as one reward of whole answers, before any of them is
+    built. Raises what opening and scoring with them would: ConfigError for a model without a score
+    or with several, of another tokenizer, or of another objective than the others, and for an
+    aggregate that needs more of them; CheckpointError for what cannot be read."""
+    combine(torch.zeros(len(folders), 1), aggregate, k)
+    for folder in folders:
+        num_labels = reward_model(folder, tokenizer)[1].num_labels
+        if num_labels > 2:
+            raise ConfigError(
+                f"a reward is one number, but {folder} scores {num_labels} classes; take a model "
+                "with one label, or with two (the log-odds of the second)"
+            )
+    found, notes = [], [score_notes(reward_folder(folder)) for folder in folders]
+    if "process" in check_objectives(folders):
+        found.append(
+            f"{', '.join(folders)}: trained on steps (objective 'process'), and as a reward of "
+            "whole answers it scores the last token alone"
+        )
+    unknown = [f for f, n in zip(folders, notes, strict=True) if n.mean is None or n.sd is None]
+    if len(folders) > 1 and unknown:
+        found.append(_not_standardised(aggregate, unknown))
+    elif len(folders) > 1:
+        means, sds = (torch.tensor([getattr(n, key) for n in notes]) for key in ("mean", "sd"))
+        standardised(torch.zeros(len(folders), 1), means, sds)
+    return found
+
+
 def remarks(scorer: Scorer, objectives: Sequence[str | None], steps: bool) -> list[str]:
     """What the reader of the scores should know."""
     found, names = [], [member.folder for member in scorer.members]
@@ -60,9 +97,13 @@ def remarks(scorer: Scorer, objectives: Sequence[str | None], steps: bool) -> li
         )
     unknown = [m.folder for m in scorer.members if m.mean is None or m.sd is None]
     if len(names) > 1 and not steps and unknown:
-        found.append(
-            f"the models' scores are combined by {scorer.aggregate} as they are, not standardised: "
-            f"no mean and deviation on held-out data are known of {', '.join(unknown)} (train with "
-            "train.eval_every), so the model of the widest scores counts most"
-        )
+        found.append(_not_standardised(scorer.aggregate, unknown))
     return found
+
+
+def _not_standardised(aggregate: str, unknown: Sequence[str]) -> str:
+    return (
+        f"the models' scores are combined by {aggregate} as they are, not standardised: no mean "
+        f"and deviation on held-out data are known of {', '.join(unknown)} (train with "
+        "train.eval_every), so the model of the widest scores counts most"
+    )

@@ -12,13 +12,14 @@ from stepwell.config import Run
 from stepwell.data.sft_data import Drops
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.epochs import with_epochs
+from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.reward_model.heldout import evaluate
 from stepwell.posttrain.reward_model.losses import reward_loss
 from stepwell.posttrain.reward_model.rows import Rows, load_rows, pack, rows_of_step, rows_origin
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import hold_folder, join, on_main, open_session
-from stepwell.train.weights import check_tokenizer, require_model
+from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 
 

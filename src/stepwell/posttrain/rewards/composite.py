@@ -151,6 +151,20 @@ def reward_terms(method: SampledMethod) -> tuple[RewardTerm, ...]:
     return (RewardTerm(name=kind, source=method.verifier),)
 
 
+def check_models(method: SampledMethod, tokenizer: Tokenizer | None = None) -> list[str]:
+    """What a user should know of the reward models that a method names, before one is built. Raises
+    what opening them would."""
+    from stepwell.posttrain.reward_model.objectives import check_reward
+
+    found = []
+    for term in reward_terms(method):
+        kind, _, folders = term.source.partition(":")
+        if kind == "model" and folders:
+            remarks = check_reward(folders.split(","), term.aggregate, term.k, tokenizer)
+            found += [f"reward {term.name!r}: {remark}" for remark in remarks]
+    return found
+
+
 def open_rewards(
     method: SampledMethod,
     tokenizer: Tokenizer | None = None,

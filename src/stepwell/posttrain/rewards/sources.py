@@ -212,7 +212,9 @@ def _model(
     if mesh is None or run is None:
         raise ConfigError(f"model:{','.join(folders)} needs a run, whose device it is scored on")
     from stepwell.posttrain.reward_model import model as reward_model
+    from stepwell.posttrain.reward_model.objectives import check_reward
 
+    remarks = check_reward(folders, aggregate, k, tokenizer)
     models = reward_model.open_scorer(
         folders,
         mesh,
@@ -237,7 +239,7 @@ def _model(
         ]
 
     engines = tuple(member.engine for member in models.members)
-    return Scorer(score, is_model=True, engines=engines)
+    return Scorer(score, is_model=True, engines=engines, warning="; ".join(remarks))
 
 
 def _finite(value: float) -> Verdict:
