@@ -6,6 +6,9 @@ PYTHON ?= python3
 # What pip installs torch from, e.g. TORCH="torch==2.13.0 --index-url URL" for another build.
 TORCH ?= torch==2.13.0
 
+# Processes that share the quick tests; a file is run by one of them.
+TEST_WORKERS ?= 2
+
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
 DEV_EXTRAS := dev,fasttext,interop,lowbit,smollm2,tensorboard,reasoning-gym,math,schema,dedup,trees,web,corpus,ray
@@ -74,7 +77,7 @@ $(SMOLLM2)/eval/%.json: $(SMOLLM2)/%.done
 	@mv $@.partial $@
 
 test: .venv/.dev
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m "not gpu"
