@@ -19,6 +19,7 @@ from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import bubble_fraction
+from stepwell.plan.schedule_actions import schedule_actions
 from stepwell.train.engine import Engine
 from stepwell.train.heldout import heldout_loss
 from stepwell.train.losses import cross_entropy
@@ -226,6 +227,13 @@ def check_orders(results, schedules, pp):
     for i, schedule in enumerate(schedules):
         v = STAGES_PER_RANK.get(schedule, 1)
         order = {rank: found[i][0] for rank, found in enumerate(results)}
+        names = {"BW": "B", "B": "I"}
+        carried_out = [
+            [f"{a.stage}{names.get(a.kind, a.kind)}{a.micro_batch}" for a in order[rank]]
+            for rank in range(pp)
+        ]
+        planned = schedule_actions(schedule, pp, 8, v)
+        assert carried_out == [[str(action) for action in row] for row in planned], schedule
         idle = simulate(order, pp * v)
         assert idle / (3 * 8 * v) == pytest.approx(bubble_fraction(schedule, pp, 8, v)), schedule
 
