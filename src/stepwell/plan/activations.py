@@ -46,6 +46,14 @@ class Modules(NamedTuple):
     def total(self) -> float:
         return self.norms + self.attention + self.mlp
 
+    def times(self, factor: float) -> Modules:
+        return Modules(self.norms * factor, self.attention * factor, self.mlp * factor)
+
+    def plus(self, other: Modules) -> Modules:
+        return Modules(
+            self.norms + other.norms, self.attention + other.attention, self.mlp + other.mlp
+        )
+
 
 class Block(NamedTuple):
     """What one block holds until its backward pass if it keeps everything, its products (what
@@ -72,6 +80,11 @@ class Tokens(NamedTuple):
     num_tokens: float
 
 
+def compute_bytes(layout: Arrangement) -> int:
+    """Of an element in the compute dtype; products in 8 bits are between tensors in 16."""
+    return 4 if layout.precision == "fp32" else 2
+
+
 def tokens_of(dims: Dims, layout: Arrangement) -> Tokens:
     num, t = layout.micro_batch_rows * layout.seq_len / layout.cp, layout.tp
     divided = t if layout.sequence_parallel or layout.program == "stepwell" else 1
@@ -89,7 +102,7 @@ def tokens_of(dims: Dims, layout: Arrangement) -> Tokens:
 
 def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
     """One block of the model; experts: one whose MLP is of experts."""
-    a, w = (4 if layout.precision == "fp32" else 2), 4
+    a, w = compute_bytes(layout), 4
     at, habits = tokens_of(dims, layout), HABITS[layout.program]
     given = at.wide if habits.gathered else at.part  # input of the products
     norms = Modules(norms=2 * (a * at.part + w * at.rows))

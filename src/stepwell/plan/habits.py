@@ -1,0 +1,111 @@
+"""What published programs do to memory that tables of runs have no column for. No torch.
+
+Facts of the programs, each with where it is written; `habits` applies them to a run by the name of
+its source and by its notes. An unknown source gets nothing beyond its program's habits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from stepwell.plan.job import Arrangement, Dims
+
+DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's zero_optimization.reduce_bucket_size
+
+
+def habits(
+    layout: Arrangement, dims: Dims, source: str, notes: str, recompute_known: bool = True
+) -> Arrangement:
+    """`layout` with what is known of the program behind `source`."""
+    known: dict[str, Any] = {}
+    for name, facts in SOURCES.items():
+        if source.startswith(name):
+            known = facts(layout, dims, notes)
+    modules = re.search(r"recompute(?:_modules=\[| )([a-z_+]+)", notes)
+    if modules and layout.recompute == "selective":
+        known["recompute_modules"] = tuple(modules.group(1).split("+"))
+    if not recompute_known:
+        known.setdefault("recompute", _usual_recompute(layout))
+    return replace(layout, **known)
+
+
+def _usual_recompute(layout: Arrangement) -> str:
+    """What a source that prints nothing most likely did: torchtitan's recipes ship with per-operator
+    selective checkpointing, Megatron's with flash attention and nothing."""
+    return "selective" if layout.program == "fsdp" else layout.recompute
+
+
+def _deepspeed(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Megatron-DeepSpeed on V100s: gradients stay in fp16; the step copies a rank's part of them,
+    and widens it (zero/stage_1_and_2.py: `flatten_dense_tensors_aligned`, `single_grad_partition`)."""
+    facts: dict[str, Any] = {"gradient_precision": "bf16", "expandable_segments": False}
+    if "Megatron-LM" in notes:
+        return facts
+    facts |= {"step_bytes": 6, "bucket_elements": DEEPSPEED_BUCKET}
+    if "8-bit optimizer" in notes:
+        facts["optimizer"] = "adamw8bit"
+    return facts
+
+
+def _internevo(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Gradients in bf16, copied and widened for the step (hybrid_zero_optim.py); torch's AdamW with
+    the root of the second moment and the denominator, float32 each."""
+    return {
+        "gradient_precision": "bf16",
+        "step_bytes": 12 if layout.program == "fsdp" else 14,
+        "expandable_segments": False,
+        "compiled": False,
+        "compiled_loss": False,
+    }
+
+
+def _torchtitan(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Until 2025-03 the loss was not compiled with the blocks."""
+    return {"compiled_loss": "2.4TB/s" not in notes and "2025-03" not in notes}
+
+
+def _torchtune(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Its table of memory savings, each row with all those before."""
+    steps = (
+        "packed",
+        "+compile",
+        "+chunked",
+        "+activation ckpt",
+        "+optimizer step",
+        "+activation offload",
+        "+8-bit",
+    )
+    done = max((place for place, step in enumerate(steps) if step in notes), default=0)
+    return {
+        "program": "fsdp",
+        "state_precision": "bf16",
+        "compiled": done >= 1,
+        "compiled_loss": False,
+        "loss_chunk_tokens": layout.tokens_of_rank // 8 if done >= 2 else None,
+        "release_gradients": done >= 4,
+        "offload_activations": done >= 5,
+        "optimizer": "adamw8bit" if done >= 6 else "adamw",
+    }
+
+
+def _nvidia(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Performance recipes sum gradients in bf16 (grad_reduce_in_fp32=False); those of models with
+    latent attention keep moments in bf16 (use_precision_aware_optimizer)."""
+    facts: dict[str, Any] = {"gradient_precision": "bf16"}
+    if "MLA" in notes or "deepseek" in dims.name or "moonlight" in dims.name:
+        facts["moment_precision"] = "bf16"
+    return facts
+
+
+SOURCES = {
+    "bigscience": _deepspeed,
+    "internevo": _internevo,
+    "torchtitan": _torchtitan,
+    "torchtune": _torchtune,
+    "megatron-bridge": _nvidia,
+    "dgxc": _nvidia,
+    "nemo-docs": _nvidia,
+    "mlperf": _nvidia,
+}

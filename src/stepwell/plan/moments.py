@@ -1,0 +1,350 @@
+"""When the pieces of a step are in a GPU's memory: the moments that may be its worst. No torch.
+
+Of our own engine these are the phases of `plan/memory`, on the dimensions alone. Letters as in
+`plan/activations`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stepwell.plan.activations import Block, Modules, compute_bytes, tokens_of
+from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.pieces import Pieces, pieces_of_rank, waiting_pairs
+from stepwell.plan.state import State, master_bytes, state_of
+
+LOSS_SLICE_BYTES = 2 * 2**20  # of logits that our loss widens at a time (plan/sizes)
+KEEP_LOGITS_BYTES = 256 * 2**20  # up to which it keeps them (models/activations)
+OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory)
+
+Items = dict[str, float]
+
+
+class Rank(NamedTuple):
+    """What the moments of a pipeline rank's step are made of, in bytes. kept: by the stage at work,
+    of one micro-batch. waiting: of other stages and micro-batches meanwhile. messages: the
+    pipeline's buffers. root: saved around the blocks. workspace: inside a block's backward pass."""
+
+    job: Job
+    pieces: Pieces
+    state: State
+    dense: Block
+    sparse: Block
+    kept: Modules
+    waiting: Modules
+    messages: float
+    root: float
+    workspace: float
+
+
+def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
+    """dense, sparse: a block with an ordinary MLP, and one of experts (`block_of`)."""
+    dims, layout = job.dims, job.layout
+    pieces = pieces_of_rank(dims, layout, pp_rank)
+    kept, waiting, messages = _activations(layout, pieces, pp_rank, dense, sparse)
+    return Rank(
+        job=job,
+        pieces=pieces,
+        state=state_of(dims, layout, pieces),
+        dense=dense,
+        sparse=sparse,
+        kept=kept,
+        waiting=waiting,
+        messages=messages,
+        root=_root(dims, layout, pieces),
+        workspace=_workspace(dims, layout),
+    )
+
+
+def moments_of(rank: Rank) -> dict[str, Items]:
+    """Bytes by kind at each moment of the rank's step."""
+    moments = {
+        "backward": _backward(rank, first=False),
+        "end of backward": _backward(rank, first=True),
+        "optimizer": _step(rank),
+    }
+    if rank.pieces.last:
+        moments["loss"] = _loss(rank)
+    if rank.pieces.first:
+        moments["embedding"] = _embedding(rank)
+    return moments
+
+
+def host_of(rank: Rank) -> Items:
+    """Bytes of the rank in its machine's memory."""
+    found: Items = {}
+    if rank.state.host:
+        found["optimizer"] = rank.state.host
+    if rank.job.layout.offload_activations:
+        found["activations"] = rank.kept.total
+    return found
+
+
+# --- activations -----------------------------------------------------------------------------
+
+
+def _kept_by(block: Block, number: int, layout: Arrangement) -> Modules:
+    """What `number` blocks of a stage keep of one micro-batch. budget: as "full", the least."""
+    mode = layout.recompute
+    if mode == "none":
+        return block.all.times(number)
+    if mode == "selective":
+        return block.products.times(number)
+    if mode == "every":
+        inputs = -(-number // layout.recompute_every)
+        return block.input.times(inputs).plus(block.all.times(number - inputs))
+    return block.input.times(_groups(number) if mode == "sqrt" else number)
+
+
+def _groups(number: int) -> int:
+    return max(1, round(number**0.5)) if number else 0
+
+
+def _held_together(layout: Arrangement, number: int) -> int:
+    """Blocks that are whole while one is in its backward pass: a group, with "sqrt"."""
+    return -(-number // _groups(number)) if layout.recompute == "sqrt" and number else 1
+
+
+def _activations(
+    layout: Arrangement, pieces: Pieces, pp_rank: int, dense: Block, sparse: Block
+) -> tuple[Modules, Modules, float]:
+    kept = [_kept_by(dense, d, layout).plus(_kept_by(sparse, s, layout)) for d, s in pieces.stages]
+    most = max(kept, key=lambda modules: modules.total)
+    if layout.pp == 1:
+        return most, Modules(), 0.0
+    pairs, x = waiting_pairs(layout, pp_rank) - 1, dense.input.total
+    total = Modules()
+    for modules in kept:
+        total = total.plus(modules)
+    waiting = total.times(pairs / len(kept))
+    if layout.program != "stepwell":
+        return most, waiting, 2 * x  # what comes in, and a gradient
+    # Every stage has a buffer for each micro-batch that it gets, and each gradient; and keeps what
+    # it gave.
+    ends = 2 * len(kept) - pieces.first - pieces.last
+    return most, waiting, (layout.num_micro_batches * ends + pairs) * x
+
+
+def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
+    """Saved by the last norm, the hidden states that the head multiplies; and cos and sin."""
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    angles = 4 * at.num_tokens * dims.head_dim if layout.program == "stepwell" else 0.0
+    if not pieces.last:
+        return angles
+    return a * at.part + 4 * at.rows + a * at.wide + angles
+
+
+def _workspace(dims: Dims, layout: Arrangement) -> float:
+    """The most that a block's backward pass holds besides what was saved (plan/sizes)."""
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    gathered = 2 * a * at.wide if layout.tp > 1 else 0.0
+    mlp = 2 * a * at.num_tokens * dims.d_ff / layout.tp + gathered
+    attention = a * (at.query + 2 * (at.query + 2 * at.key)) + gathered
+    norm = 0.0 if layout.compiled else (4 if a < 4 else 3) * 4 * at.part
+    return a * at.part + max(mlp, attention, norm)
+
+
+def _waiting(rank: Rank, kept: Modules) -> Modules:
+    """Activations before the block at work, as far as they are on the GPU, and of other
+    micro-batches."""
+    if not rank.job.layout.offload_activations:
+        return kept.plus(rank.waiting)
+    block = rank.sparse if rank.pieces.sparse else rank.dense
+    window = max(block.all.total, OFFLOAD_WINDOW * block.input.total)
+    share = min(1.0, window / kept.total) if kept.total else 0.0
+    return kept.times(share).plus(rank.waiting)
+
+
+# --- weights and gradients -------------------------------------------------------------------
+
+
+def _resting(rank: Rank) -> Items:
+    state = rank.state
+    return {"parameters": state.parameters, "masters": state.masters, "optimizer": state.moments}
+
+
+def _accumulates(rank: Rank) -> bool:
+    return rank.job.layout.num_micro_batches > 1
+
+
+def _gradients(rank: Rank, share_done: float) -> float:
+    """Once the backward pass is through a share of the blocks."""
+    state, layout = rank.state, rank.job.layout
+    if state.always:
+        return state.gradients
+    if layout.release_gradients:
+        return 0.0
+    if _accumulates(rank):
+        if layout.num_gpus > 1 and (layout.pp > 1 or not layout.reduce_every_micro_batch):
+            blocks = rank.pieces.num_blocks * state.block_whole
+            return master_bytes(layout) * (blocks + state.root_whole)
+        between = state.gradients if layout.dp_replicate > 1 else 0.0
+        return between + (0.0 if layout.offload_parameters else state.gradients)
+    if layout.offload_parameters:
+        return 0.0
+    return share_done * rank.pieces.num_blocks * state.block_gradient
+
+
+def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
+    """Weights in the compute dtype besides the parameters: of the blocks in use, gathered, or cast
+    by autograd where there is one process."""
+    state, layout, n = rank.state, rank.job.layout, rank.pieces.num_blocks
+    a = compute_bytes(layout)
+    if state.always:
+        return 0.0
+    if layout.num_gpus == 1:
+        if a == master_bytes(layout) or layout.trained_share < 1:
+            return 0.0
+        cast = share_cast * n * state.block_gathered if layout.recompute == "none" else 0.0
+        eight = layout.precision == "fp8"
+        return a * ((0.0 if eight else cast) + (state.head if head else 0.0))
+    gathers = layout.zero == 3 and layout.reshard != "never" and layout.pp == 1
+    blocks = min(in_use, n) if gathers else n
+    copies = a * (blocks * state.block_gathered + state.root_gathered)
+    if gathers and layout.reshard == "node":
+        on_node = max(1, rank.job.cluster.gpus_per_node // layout.tp)
+        copies += a * n * state.block_gathered / min(on_node, layout.dp_shard * layout.cp)
+    return copies
+
+
+def _buckets(rank: Rank) -> float:
+    """Gradients copied together to be summed, and what they are summed into."""
+    layout, state = rank.job.layout, rank.state
+    if not layout.bucket_elements or layout.dp_shard * layout.dp_replicate == 1:
+        return 0.0
+    return state.gradient_bytes * min(layout.bucket_elements, state.elements)
+
+
+# --- moments ---------------------------------------------------------------------------------
+
+
+def _at(rank: Rank, gradients: float, buffers: float, modules: Modules, residual: float) -> Items:
+    """residual: activations between blocks and at the ends, and what an operation holds."""
+    return {
+        **_resting(rank),
+        "gradients": gradients,
+        "buffers": buffers,
+        "norms": modules.norms,
+        "attention": modules.attention,
+        "mlp": modules.mlp,
+        "residual": residual + rank.messages,
+    }
+
+
+def _loss(rank: Rank) -> Items:
+    """Between the forward and the backward pass of the last stage; the head's gradient is there
+    where it is summed chunk by chunk."""
+    layout, dims = rank.job.layout, rank.job.dims
+    kept, work = logits_of(dims, layout)
+    hidden = compute_bytes(layout) * layout.tokens_of_rank * dims.d_model
+    chunked = layout.program == "stepwell" or layout.loss_chunk_tokens is not None
+    gradient = _head_gradient(rank) if chunked else 0.0
+    items = _at(
+        rank,
+        _gradients(rank, 0.0) + gradient,
+        _copies(rank, 1 + layout.prefetch, 1.0, head=True),
+        _waiting(rank, rank.kept),
+        rank.root + hidden,
+    )
+    return {**items, "logits": kept + work}
+
+
+def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
+    """Bytes of the logits that wait for the backward pass, and the most that the loss holds beside
+    them."""
+    num, a = layout.tokens_of_rank, compute_bytes(layout)
+    vocab = dims.vocab_size / layout.tp
+    chunk = min(layout.loss_chunk_tokens or num, num)
+    if layout.program == "megatron":
+        # float32 logits become their softmax and its gradient in place; before flash attention's
+        # time exp had a copy of its own
+        return 0.0, chunk * vocab * (a + (4 if layout.flash else 8))
+    if layout.program == "fsdp":
+        if layout.compiled and layout.compiled_loss:
+            return 0.0, chunk * vocab * 2 * a  # logits and their gradient
+        # log-softmax and the two gradients; on divided logits also a one-hot and its exponential
+        return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
+    keep = num * dims.vocab_size * a <= KEEP_LOGITS_BYTES
+    logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
+    piece = min(LOSS_SLICE_BYTES // 4, chunk * vocab)
+    p = master_bytes(layout)
+    gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
+    if layout.trained_share < 1:
+        gradient = 0.0
+    work = logits + max((2 if keep else 4) * 4 * piece, gradient)
+    return (num * vocab * a if keep else 0.0), work
+
+
+def _head_gradient(rank: Rank) -> float:
+    if rank.state.always or rank.job.layout.trained_share < 1:
+        return 0.0
+    return master_bytes(rank.job.layout) * rank.state.head
+
+
+def _backward(rank: Rank, first: bool) -> Items:
+    """Inside the backward pass of a stage's last block, where it begins, or of its first."""
+    layout = rank.job.layout
+    block = rank.sparse if rank.pieces.sparse else rank.dense
+    stage = max(1, max(dense + sparse for dense, sparse in rank.pieces.stages))
+    together = _held_together(layout, stage)
+    own = block.all.times(together)
+    if layout.recompute == "selective":
+        own = own.plus(Modules(mlp=block.unneeded))
+    before = Modules() if first else rank.kept.times(max(1 - together / stage, 0.0))
+    done = (stage - 1) / stage if first else 0.0
+    head = 0.0 if _accumulates(rank) and not rank.job.dims.tied else _head_gradient(rank)
+    return _at(
+        rank,
+        _gradients(rank, done) + head,
+        _copies(rank, together + 1, 1 - done, head=False) + _appearing(rank),
+        _waiting(rank, before).plus(own),
+        rank.workspace,
+    )
+
+
+def _appearing(rank: Rank) -> float:
+    """Weights' gradients of the block at work, before they are summed."""
+    layout, state, dims = rank.job.layout, rank.state, rank.job.dims
+    if state.always:
+        return 0.0
+    a, p = compute_bytes(layout), master_bytes(layout)
+    largest = dims.d_model * dims.d_ff / layout.tp * min(1.0, layout.trained_share * 4)
+    if layout.compiled:
+        found = p * state.block_whole
+    else:
+        found = largest * (a + (p if _accumulates(rank) else 0))
+    if layout.num_gpus > 1:
+        divided = layout.zero and layout.dp_shard * layout.cp > 1
+        found += a * state.block_gathered + (p * state.block_whole if divided else 0.0)
+    if layout.release_gradients:
+        found += state.block_gradient if layout.num_gpus > 1 else p * largest
+    return found
+
+
+def _embedding(rank: Rank) -> Items:
+    """The end of the backward pass: the embedding's gradient, beside the head's when tied."""
+    layout, state, dims = rank.job.layout, rank.state, rank.job.dims
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    dense = 0.0
+    if not state.always and layout.trained_share == 1:
+        dense = master_bytes(layout) * state.embedding
+    tied = dims.tied and state.head > 0
+    return _at(
+        rank,
+        _gradients(rank, 1.0) + dense * (2 if tied else 1),
+        _copies(rank, 0, 0.0, head=False) + _buckets(rank),
+        rank.waiting,
+        (a + 4) * at.wide,
+    )
+
+
+def _step(rank: Rank) -> Items:
+    """All gradients, and what the optimiser computes with."""
+    layout, state = rank.job.layout, rank.state
+    released = layout.release_gradients or layout.offload_parameters
+    gradients = 0.0 if released and not state.always else state.gradients
+    return {
+        **_resting(rank),
+        "gradients": gradients,
+        "step": layout.step_bytes * state.shard * layout.trained_share,
+    }
