@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -73,17 +74,30 @@ def test_right_answers_are_those_that_sft_reads(world, capsys):
         assert 0 < sum(mask) < len(ids)
 
 
-def test_a_reward_model_prefers(world):
+def test_a_reward_model_prefers(world, capsys):
     """Scores are numbers of any size; the larger is chosen, and almost nothing ties."""
     keys = {**runs.MODEL, "model.head": "score", "method.kind": "reward", "train.seed": 5}
     known = {TOKENIZER: Tokenizer.load("tokenizer").fingerprint}
     Engine(Run.parse({}, keys)).save("rm", known).wait()
     wanted = ("--num", "2", "--limit", "6", "--out", "judged.jsonl")
     assert pairs("--rewards", "model:rm", *wanted, *SHORT) == 0
+    shown = capsys.readouterr()
+    assert "right" not in shown.out, "of learnt scores none is"
+    assert "right" not in shown.err
     rows = lines("judged.jsonl")
     assert len(rows) >= 4
     for row in rows:
         assert row["score_chosen"] - row["score_rejected"] == row["margin"] > 0
+    low, high = map(float, re.findall(r"\((\S+) to (\S+)\)", shown.out)[0])
+    assert low <= min(row["score_rejected"] for row in rows) + 1e-3
+    assert high >= max(row["score_chosen"] for row in rows) - 1e-3
+    for asked in (["--sft"], ["--pairing", "right-wrong"]):
+        words = ("--rewards", "model:rm", *asked, *wanted, *SHORT)
+        assert pairs(*words) == 2
+        assert "say with --right-at from which one on" in capsys.readouterr().err
+        assert pairs(*words, "--right-at", f"{(low + high) / 2}", "--json") == 0
+        summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert 0 < summary["right"] < 1
 
 
 @pytest.mark.parametrize(

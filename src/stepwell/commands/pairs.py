@@ -53,8 +53,9 @@ class Pairs:
     """One pair a prompt, or each right answer with each wrong one."""
     sft: bool = False
     """Write rows for `stepwell sft`: the right answers, each text once."""
-    right_at: float = 0.99
-    """The score from which an answer is right (right-wrong, --sft)."""
+    right_at: float | None = None
+    """The score from which an answer is right (right-wrong, --sft): 0.99 by default, but for scores
+    that a model has learnt and for penalties, of which none is right."""
     most: int = 4
     """Rows of one prompt, at most (right-wrong, --sft)."""
     keep_cut: bool = False
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
     check(options)
     from stepwell.posttrain.preference.make_pairs import Choice, load_sources
 
-    choice = Choice(options.pairing, options.right_at, options.most, options.keep_cut)
+    choice = Choice(options.pairing, right_at(options), options.most, options.keep_cut)
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
     longest = model.cfg.max_seq_len - options.max_new_tokens
@@ -121,6 +122,19 @@ def check(options: Pairs) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g} must be above 0{why}")
     if options.sft and options.pairing != "best-worst":
         raise ConfigError(f"--pairing {options.pairing} is of pairs, and --sft makes none")
+    what = "--sft" if options.sft else f"--pairing {options.pairing}"
+    if what != "--pairing best-worst" and right_at(options) is None:
+        raise ConfigError(
+            f"{what} asks which answers are right, and of the scores of {options.rewards} none is; "
+            "say with --right-at from which one on, or take --pairing best-worst"
+        )
+
+
+def right_at(options: Pairs) -> float | None:
+    """None: no score of the rewards means that an answer is right."""
+    kind = options.rewards.partition(":")[0]
+    usual = None if kind in ("model", "overlong", "repetition") else 0.99
+    return usual if options.right_at is None else options.right_at
 
 
 def open_tested(
@@ -212,8 +226,14 @@ def summary_text(summary: Mapping[str, Any], options: Pairs) -> str:
     if summary["dropped_prompts"]:
         lines.append(f"prompts dropped: {listed(summary['dropped_prompts'])}")
     unused = f"; set aside: {listed(summary['unused_answers'])}"
+    scores = f"mean score {summary['mean_score']:.3f}"
+    if summary["right"] is None:
+        low, high = summary["score_range"]
+        scores += f" ({low:.3f} to {high:.3f})"
+    else:
+        scores += f", {100 * summary['right']:.1f} % right"
     lines.append(
-        f"{counted(summary['answers'], 'answer')}, mean score {summary['mean_score']:.3f}, "
-        f"{100 * summary['right']:.1f} % right{unused if summary['unused_answers'] else ''}"
+        f"{counted(summary['answers'], 'answer')}, {scores}"
+        f"{unused if summary['unused_answers'] else ''}"
     )
     return "\n".join(lines)

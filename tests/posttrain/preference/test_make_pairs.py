@@ -62,6 +62,7 @@ def test_the_best_with_the_worst_answer():
         "answers": 8,
         "unused_answers": {"cut_off": 2, "blank": 1, "timeout": 1, "not_applicable": 1},
         "mean_score": pytest.approx(2 / 6),
+        "score_range": [-1.0, 1.0],
         "right": 0.5,
     }
     (row,) = pair_rows(MIXED, "1+2=", Choice(keep_cut=True), Counts())

@@ -3,6 +3,7 @@ from them), or the right answers alone (rejection sampling: 2204.05862, 2307.092
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,24 +31,31 @@ TAKEN = {
 @dataclass(frozen=True)
 class Choice:
     """pairing: the best with the worst answer, or each right one with each wrong one. right_at: the
-    score from which an answer is right. most: pairs or answers kept of a prompt. keep_cut: answers
-    that were cut off at their limit may be chosen, though training then ends them there."""
+    score from which an answer is right (None: nobody knows, as of learnt scores). most: pairs or
+    answers kept of a prompt. keep_cut: answers that were cut off at their limit may be chosen,
+    though training then ends them there."""
 
     pairing: Pairing = "best-worst"
-    right_at: float = 0.99
+    right_at: float | None = 0.99
     most: int = 4
     keep_cut: bool = False
 
     def __post_init__(self) -> None:
         if self.most < 1:
             raise ConfigError(f"{self.most} rows of a prompt are none; the nearest value is 1")
+        if self.pairing == "right-wrong" and self.right_at is None:
+            raise ConfigError("pairing 'right-wrong' needs right_at, e.g. 0.99")
+
+    def is_right(self, score: float) -> bool:
+        return self.right_at is not None and score >= self.right_at
 
 
 @dataclass
 class Counts:
     """What became of prompts and answers. prompts: those sampled; without: of them those that made
     no row, by reason. answers: those sampled; unused: of them those that could be in no row, by
-    reason (blank, timeout, error, not_applicable, cut_off: only not as a chosen one)."""
+    reason (blank, timeout, error, not_applicable, cut_off: only not as a chosen one). right: None
+    where nobody knows."""
 
     rows: int = 0
     prompts: int = 0
@@ -56,7 +64,9 @@ class Counts:
     unused: Counter[str] = field(default_factory=Counter)
     scored: int = 0
     score_sum: float = 0.0
-    right: int = 0
+    lowest: float = math.inf
+    highest: float = -math.inf
+    right: int | None = None
     dropped_prompts: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
@@ -68,7 +78,8 @@ class Counts:
             "answers": self.answers,
             "unused_answers": dict(self.unused),
             "mean_score": self.score_sum / self.scored if self.scored else None,
-            "right": self.right / self.scored if self.scored else None,
+            "score_range": [self.lowest, self.highest] if self.scored else None,
+            "right": self.right / self.scored if self.scored and self.right is not None else None,
         }
 
 
@@ -136,7 +147,7 @@ def pair_rows(group: Group, value: Any, choice: Choice, counts: Counts) -> Itera
 def sft_rows(group: Group, value: Any, choice: Choice, counts: Counts) -> Iterator[dict[str, Any]]:
     """Rows of `prompt`, `completion` and `score`: the group's right answers, each text once."""
     scores = usable_scores(group, choice, counts)
-    right = [i for i, score in enumerate(scores) if score is not None and score >= choice.right_at]
+    right = [i for i, score in enumerate(scores) if score is not None and choice.is_right(score)]
     whole = [i for i in right if choice.keep_cut or not _is_cut(group, i)]
     texts = {group.completions[i].text: i for i in reversed(whole)}
     if not texts:
@@ -163,7 +174,9 @@ def usable_scores(group: Group, choice: Choice, counts: Counts) -> list[float | 
         else:
             counts.scored += 1
             counts.score_sum += score
-            counts.right += score >= choice.right_at
+            counts.lowest, counts.highest = min(counts.lowest, score), max(counts.highest, score)
+            if choice.right_at is not None:
+                counts.right = (counts.right or 0) + choice.is_right(score)
             if completion.finish_reason == "length" and not choice.keep_cut:
                 counts.unused["cut_off"] += 1
             if not completion.text.strip():
@@ -178,6 +191,7 @@ def _pairs(
 ) -> list[tuple[int, int]] | NoPair:
     """Of answers of different texts, the chosen ones not cut off."""
     if choice.pairing == "right-wrong":
+        assert choice.right_at is not None
         found = right_and_wrong(_choosable(group, scores, choice), choice.right_at, choice.most)
     else:
         found = _best_worst(group, scores, choice)
@@ -212,7 +226,7 @@ def _choosable(group: Group, scores: Sequence[float | None], choice: Choice) -> 
     return [
         None
         if score is not None
-        and score >= choice.right_at
+        and choice.is_right(score)
         and _is_cut(group, i)
         and not choice.keep_cut
         else score

@@ -307,8 +307,13 @@ def reports(findings: Sequence[Finding], rewards: Rewards) -> list[str]:
         for finding in own:
             junk = f"junk ({finding.junk}: {_shown(finding.text)})"
             if finding.hits and not finding.refused:
+                as_much = (
+                    "at least as much as the row's own answer"
+                    if kind == "model"
+                    else "as a right answer"
+                )
                 found.append(
-                    f"{name}: {junk} scores as a right answer on {finding.hits} of "
+                    f"{name}: {junk} scores {as_much} on {finding.hits} of "
                     f"{len(finding.scores)} rows"
                 )
     return found
