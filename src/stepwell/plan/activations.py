@@ -118,7 +118,8 @@ def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
         if _drops(layout):  # masks of the dropout before each sum
             whole = whole._replace(attention=whole.attention + at.part, mlp=whole.mlp + at.part)
     products, unneeded = _selective(dims, layout, at, a, w, whole, experts)
-    return Block(whole, products, Modules(norms=a * at.part), unneeded)
+    given = at.wide / layout.tp if layout.partitioned_activations else at.part
+    return Block(whole, products, Modules(norms=a * given), unneeded)
 
 
 def _eight(layout: Arrangement) -> str:
@@ -167,23 +168,24 @@ def _widths(dims: Dims, layout: Arrangement, a: int) -> float:
     return a * (3 if silu else 2) + last
 
 
-def routed_tokens(dims: Dims, layout: Arrangement, imbalance: float = 1.0) -> float:
-    """Tokens that a rank's experts see of a micro-batch, on the mean times `imbalance`."""
+def routed_tokens(dims: Dims, layout: Arrangement) -> float:
+    """Tokens of a micro-batch that the busiest rank's experts see, each once for every expert."""
     assert dims.experts
     num = layout.micro_batch_rows * layout.seq_len / layout.cp
-    return num / layout.tp * dims.experts.top_k * imbalance
+    return num / layout.tp * dims.experts.top_k * layout.imbalance
 
 
 def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> float:
-    """Routed tokens, as they came, between the products and as they leave (their weights'
-    gradient needs them); the router's probabilities; shared experts."""
+    """Routed tokens as the products read them, and between the products (their weights are applied
+    there, so that what leaves is not kept); the router's logits and probabilities; shared
+    experts."""
     assert dims.experts
-    routed = routed_tokens(dims, layout)
+    keeps = 1 if _eight(layout) else a
     width = _widths(dims, layout, a)
-    inside = routed * (2 * a * dims.d_model + width * dims.experts.d_ff)
+    each = keeps * dims.d_model + width * dims.experts.d_ff
     shared = at.num_tokens * dims.experts.num_shared * dims.experts.d_ff / layout.tp * width
     router = 2 * w * at.num_tokens / layout.tp * dims.experts.num_experts
-    return inside + shared + router
+    return routed_tokens(dims, layout) * each + shared + router
 
 
 def _more_in_8_bits(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[float, float]:

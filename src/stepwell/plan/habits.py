@@ -12,6 +12,8 @@ from typing import Any
 
 from stepwell.plan.job import Arrangement, Dims
 
+# What Megatron calls the parts of a block that "selective" may compute again.
+MODULES = "core_attn|layernorm|mlp|moe_act|moe|shared_experts|mla_up_proj"
 DEEPSPEED_BUCKET = 500_000_000  # elements; DeepSpeed's zero_optimization.reduce_bucket_size
 
 
@@ -23,30 +25,45 @@ def habits(
     for name, facts in SOURCES.items():
         if source.startswith(name):
             known = facts(layout, dims, notes)
-    modules = re.search(r"recompute(?:_modules=\[| )([a-z_+]+)", notes)
+    modules = re.search(rf"recompute(?:_modules=\[| )((?:{MODULES})(?:\+(?:{MODULES}))*)", notes)
     if modules and layout.recompute == "selective":
         known["recompute_modules"] = tuple(modules.group(1).split("+"))
     if not recompute_known:
         known.setdefault("recompute", _usual_recompute(layout))
+    if "force-balanced" in notes or "fake balanced" in notes:
+        known["imbalance"] = 1.0
     return replace(layout, **known)
 
 
 def _usual_recompute(layout: Arrangement) -> str:
-    """What a source that prints nothing most likely did: torchtitan's recipes ship with per-operator
-    selective checkpointing, Megatron's with flash attention and nothing."""
+    """What a source that prints nothing most likely did: torchtitan's recipes ship with selective
+    checkpointing by operator, Megatron's with flash attention and nothing."""
     return "selective" if layout.program == "fsdp" else layout.recompute
 
 
 def _deepspeed(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Megatron-DeepSpeed on V100s: gradients stay in fp16; the step copies a rank's part of them,
-    and widens it (zero/stage_1_and_2.py: `flatten_dense_tensors_aligned`, `single_grad_partition`)."""
+    and widens it (zero/stage_1_and_2.py, `single_grad_partition`)."""
     facts: dict[str, Any] = {"gradient_precision": "bf16", "expandable_segments": False}
     if "Megatron-LM" in notes:
         return facts
     facts |= {"step_bytes": 6, "bucket_elements": DEEPSPEED_BUCKET}
+    facts["partitioned_activations"] = "partitioned activations" in notes
     if "8-bit optimizer" in notes:
         facts["optimizer"] = "adamw8bit"
+    if "activation checkpoints / params offloaded" in notes:
+        facts["offload_activations"] = True
     return facts
+
+
+def _megatron_papers(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Beside Megatron they ran ZeRO-3 (DeepSpeed)."""
+    return _deepspeed(layout, dims, notes) if layout.zero == 3 else {}
+
+
+def _llm_foundry(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Its loss is a fused kernel: logits and their gradient in the compute dtype."""
+    return {"compiled_loss": True, "expandable_segments": False}
 
 
 def _internevo(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
@@ -101,6 +118,8 @@ def _nvidia(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
 
 SOURCES = {
     "bigscience": _deepspeed,
+    "llm-foundry": _llm_foundry,
+    "megatron-papers": _megatron_papers,
     "internevo": _internevo,
     "torchtitan": _torchtitan,
     "torchtune": _torchtune,

@@ -200,6 +200,8 @@ def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
         return a * ((0.0 if eight else cast) + (state.head if head else 0.0))
     gathers = layout.zero == 3 and layout.reshard != "never" and layout.pp == 1
     blocks = min(in_use, n) if gathers else n
+    if layout.bucket_elements:  # DeepSpeed gathers module by module, up to two buckets
+        return a * min(2 * layout.bucket_elements, blocks * state.block_gathered)
     copies = a * (blocks * state.block_gathered + state.root_gathered)
     if gathers and layout.reshard == "node":
         on_node = max(1, rank.job.cluster.gpus_per_node // layout.tp)
@@ -260,7 +262,7 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
         # time exp had a copy of its own
         return 0.0, chunk * vocab * (a + (4 if layout.flash else 8))
     if layout.program == "fsdp":
-        if layout.compiled and layout.compiled_loss:
+        if layout.compiled_loss:
             return 0.0, chunk * vocab * 2 * a  # logits and their gradient
         # log-softmax and the two gradients; on divided logits also a one-hot and its exponential
         return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
@@ -276,9 +278,12 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
 
 
 def _head_gradient(rank: Rank) -> float:
-    if rank.state.always or rank.job.layout.trained_share < 1:
+    """Ours is summed in the masters' dtype, others' appears in the compute dtype."""
+    layout = rank.job.layout
+    if rank.state.always or layout.trained_share < 1:
         return 0.0
-    return master_bytes(rank.job.layout) * rank.state.head
+    size = master_bytes(layout) if layout.program == "stepwell" else compute_bytes(layout)
+    return size * rank.state.head
 
 
 def _backward(rank: Rank, first: bool) -> Items:
@@ -308,6 +313,8 @@ def _appearing(rank: Rank) -> float:
     if state.always:
         return 0.0
     a, p = compute_bytes(layout), master_bytes(layout)
+    if layout.bucket_elements:
+        return a * min(layout.bucket_elements, state.block_whole)
     largest = dims.d_model * dims.d_ff / layout.tp * min(1.0, layout.trained_share * 4)
     if layout.compiled:
         found = p * state.block_whole
