@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from stepwell.plan.job import Arrangement, Dims, Program
+from stepwell.plan.pieces import target_sizes
 
 # Modules that Megatron computes again under "selective" unless told otherwise.
 CORE_ATTENTION = ("core_attn",)
@@ -104,31 +105,32 @@ def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
     """One block of the model; experts: one whose MLP is of experts."""
     a, w = compute_bytes(layout), 4
     at, habits = tokens_of(dims, layout), HABITS[layout.program]
-    given = at.wide if habits.gathered else at.part  # input of the products
-    norms = Modules(norms=2 * (a * at.part + w * at.rows))
-    attention = _attention(dims, layout, at, a, w)
-    inside = _experts(dims, layout, at, a, w) if experts else _mlp(dims, layout, at, a)
-    keeps = 1 if _eight(layout) == "whole" else a  # inputs of products in 8 bits
-    inputs = (keeps * given, keeps * given)
-    if layout.program == "stepwell":
-        more = _more_in_8_bits(dims, layout, at, a)
-        whole = Modules(norms.norms, attention + a * given + more[0], inside + a * given + more[1])
-    else:
-        whole = Modules(norms.norms, attention + inputs[0], inside + inputs[1])
-        if _drops(layout):  # masks of the dropout before each sum
-            whole = whole._replace(attention=whole.attention + at.part, mlp=whole.mlp + at.part)
+    given = a * (at.wide if habits.gathered else at.part)  # input of the products
+    attention, mlp = _attention(dims, layout, at, a, w) + given, given
+    mlp += _experts(dims, layout, at, a, w) if experts else _mlp(dims, layout, at, a)
+    if eight_bits(layout):
+        more = _in_8_bits(dims, layout, at, a, given)
+        attention, mlp = attention + more[0], mlp + more[1]
+    if _drops(layout):  # masks of the dropout before each sum
+        attention, mlp = attention + at.part, mlp + at.part
+    saved, products_of_adapters = _adapters(dims, layout, at, a)
+    whole = Modules(2 * (a * at.part + w * at.rows), attention, mlp + saved)
     products, unneeded = _selective(dims, layout, at, a, w, whole, experts)
-    given = at.wide / layout.tp if layout.partitioned_activations else at.part
-    return Block(whole, products, Modules(norms=a * given), unneeded)
+    kept = at.wide / layout.tp if layout.partitioned_activations else at.part
+    return Block(
+        all=whole,
+        products=products.plus(Modules(mlp=products_of_adapters)),
+        input=Modules(norms=a * kept),
+        unneeded=unneeded,
+    )
 
 
-def _eight(layout: Arrangement) -> str:
-    """Whether products keep their inputs in 8 bits: "whole" if all, "" if none."""
-    if layout.precision != "fp8":
-        return ""
-    if layout.program == "stepwell":
-        return "whole" if layout.recipe in ("tensorwise", "delayed") else ""
-    return "whole" if layout.program == "megatron" else ""
+def eight_bits(layout: Arrangement) -> bool:
+    """Whether products keep their inputs in 8 bits: ours unless scales are by row, Transformer
+    Engine's; torchtitan's checkpointing keeps what products write instead."""
+    if layout.precision != "fp8" or layout.program == "fsdp":
+        return False
+    return layout.program == "megatron" or layout.recipe in ("tensorwise", "delayed")
 
 
 def _drops(layout: Arrangement) -> bool:
@@ -161,7 +163,7 @@ def _mlp(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> float:
 
 
 def _widths(dims: Dims, layout: Arrangement, a: int) -> float:
-    last = 1 if _eight(layout) and layout.program == "megatron" else a
+    last = 1 if eight_bits(layout) and layout.program == "megatron" else a
     if dims.mlp != "swiglu":
         return a + last
     silu = HABITS[layout.program].silu_kept and not layout.compiled
@@ -180,7 +182,7 @@ def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> flo
     there, so that what leaves is not kept); the router's logits and probabilities; shared
     experts."""
     assert dims.experts
-    keeps = 1 if _eight(layout) else a
+    keeps = 1 if eight_bits(layout) else a
     width = _widths(dims, layout, a)
     each = keeps * dims.d_model + width * dims.experts.d_ff
     shared = at.num_tokens * dims.experts.num_shared * dims.experts.d_ff / layout.tp * width
@@ -188,13 +190,27 @@ def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> flo
     return routed_tokens(dims, layout) * each + shared + router
 
 
-def _more_in_8_bits(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[float, float]:
-    """What 8 bits change in our engine: each product has a copy of its own of its input, in place
-    of a shared one; attention's output stays (models/activations)."""
-    if _eight(layout) != "whole":
-        return 0.0, 0.0
+def _in_8_bits(
+    dims: Dims, layout: Arrangement, at: Tokens, a: int, given: float
+) -> tuple[float, float]:
+    """What 8 bits change. Megatron's products keep a byte an element of their input. In our engine
+    each has a copy of its own, in place of a shared one; attention's output stays
+    (models/activations)."""
+    if layout.program == "megatron":
+        return given / a - given, given / a - given
     inner = at.num_tokens * dims.d_ff / layout.tp
     return at.wide * (3 - a) + at.query, at.wide * (2 - a) + inner * (1 - a)
+
+
+def _adapters(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[float, float]:
+    """What adapters keep, and what of products (parallel/remat): x A^T; with a magnitude what it
+    scales; and, among products, B's."""
+    if layout.adapters is None:
+        return 0.0, 0.0
+    sizes = target_sizes(dims, layout)
+    hidden = a * at.num_tokens * layout.adapters.rank * len(sizes)
+    rows = a * at.num_tokens * sum(rows for rows, _ in sizes)
+    return hidden + (rows if layout.adapters.dora else 0.0), hidden + rows
 
 
 def _selective(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from stepwell.plan.activations import Block, Modules, compute_bytes, tokens_of
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.pieces import Pieces, pieces_of_rank, waiting_pairs
+from stepwell.plan.pieces import Pieces, pieces_of_rank, target_sizes, waiting_pairs
 from stepwell.plan.state import State, master_bytes, state_of
 
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits that our loss widens at a time (plan/sizes)
@@ -35,6 +35,12 @@ class Rank(NamedTuple):
     messages: float
     root: float
     workspace: float
+    accumulates: bool
+
+
+def freezes(layout: Arrangement) -> bool:
+    """Whether only part of the model is trained, which the embedding and the head are not in."""
+    return layout.adapters is not None or layout.trained_share < 1
 
 
 def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
@@ -53,11 +59,25 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
         messages=messages,
         root=_root(dims, layout, pieces),
         workspace=_workspace(dims, layout),
+        accumulates=layout.num_micro_batches > 1,
     )
 
 
 def moments_of(rank: Rank) -> dict[str, Items]:
-    """Bytes by kind at each moment of the rank's step."""
+    """Bytes by kind at each moment of the rank's step.
+
+    gpipe's first backward pass finds all micro-batches' activations but no gradients yet, the
+    second one micro-batch less.
+    """
+    if rank.job.layout.schedule != "gpipe" or rank.job.layout.pp == 1:
+        return _moments(rank)
+    first = _moments(rank._replace(accumulates=False))
+    less = rank.waiting.plus(rank.kept.times(-1)) if rank.accumulates else rank.waiting
+    later = _moments(rank._replace(waiting=less))
+    return {name: max(first[name], later[name], key=lambda x: sum(x.values())) for name in first}
+
+
+def _moments(rank: Rank) -> dict[str, Items]:
     moments = {
         "backward": _backward(rank, first=False),
         "end of backward": _backward(rank, first=True),
@@ -100,9 +120,13 @@ def _groups(number: int) -> int:
     return max(1, round(number**0.5)) if number else 0
 
 
-def _held_together(layout: Arrangement, number: int) -> int:
-    """Blocks that are whole while one is in its backward pass: a group, with "sqrt"."""
-    return -(-number // _groups(number)) if layout.recompute == "sqrt" and number else 1
+def _held_together(layout: Arrangement, number: int, first: bool) -> int:
+    """Blocks that are whole while one is in its backward pass: the last group with "sqrt", or the
+    first, which has one less where groups differ."""
+    if layout.recompute != "sqrt" or not number:
+        return 1
+    groups = _groups(number)
+    return number // groups if first else -(-number // groups)
 
 
 def _activations(
@@ -141,7 +165,10 @@ def _workspace(dims: Dims, layout: Arrangement) -> float:
     mlp = 2 * a * at.num_tokens * dims.d_ff / layout.tp + gathered
     attention = a * (at.query + 2 * (at.query + 2 * at.key)) + gathered
     norm = 0.0 if layout.compiled else (4 if a < 4 else 3) * 4 * at.part
-    return a * at.part + max(mlp, attention, norm)
+    restored = 0.0
+    if layout.adapters and layout.adapters.quantized:  # a matrix from 4 bits, in float32 first
+        restored = (4 + a) * max(rows * columns for rows, columns in target_sizes(dims, layout))
+    return a * at.part + restored + max(mlp, attention, norm)
 
 
 def _waiting(rank: Rank, kept: Modules) -> Modules:
@@ -163,18 +190,14 @@ def _resting(rank: Rank) -> Items:
     return {"parameters": state.parameters, "masters": state.masters, "optimizer": state.moments}
 
 
-def _accumulates(rank: Rank) -> bool:
-    return rank.job.layout.num_micro_batches > 1
-
-
-def _gradients(rank: Rank, share_done: float) -> float:
-    """Once the backward pass is through a share of the blocks."""
+def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
+    """Once the backward pass is through a share of the blocks; root: and through the ends."""
     state, layout = rank.state, rank.job.layout
     if state.always:
         return state.gradients
     if layout.release_gradients:
         return 0.0
-    if _accumulates(rank):
+    if rank.accumulates:
         if layout.num_gpus > 1 and (layout.pp > 1 or not layout.reduce_every_micro_batch):
             blocks = rank.pieces.num_blocks * state.block_whole
             return master_bytes(layout) * (blocks + state.root_whole)
@@ -182,7 +205,8 @@ def _gradients(rank: Rank, share_done: float) -> float:
         return between + (0.0 if layout.offload_parameters else state.gradients)
     if layout.offload_parameters:
         return 0.0
-    return share_done * rank.pieces.num_blocks * state.block_gradient
+    of_blocks = share_done * rank.pieces.num_blocks * state.block_gradient
+    return of_blocks + (state.root_gradient if root else 0.0)
 
 
 def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
@@ -193,7 +217,7 @@ def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
     if state.always:
         return 0.0
     if layout.num_gpus == 1:
-        if a == master_bytes(layout) or layout.trained_share < 1:
+        if a == master_bytes(layout) or freezes(layout):
             return 0.0
         cast = share_cast * n * state.block_gathered if layout.recompute == "none" else 0.0
         eight = layout.precision == "fp8"
@@ -271,7 +295,7 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
     piece = min(LOSS_SLICE_BYTES // 4, chunk * vocab)
     p = master_bytes(layout)
     gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
-    if layout.trained_share < 1:
+    if freezes(layout):
         gradient = 0.0
     work = logits + max((2 if keep else 4) * 4 * piece, gradient)
     return (num * vocab * a if keep else 0.0), work
@@ -280,7 +304,7 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
 def _head_gradient(rank: Rank) -> float:
     """Ours is summed in the masters' dtype, others' appears in the compute dtype."""
     layout = rank.job.layout
-    if rank.state.always or layout.trained_share < 1:
+    if rank.state.always or freezes(layout):
         return 0.0
     size = master_bytes(layout) if layout.program == "stepwell" else compute_bytes(layout)
     return size * rank.state.head
@@ -291,13 +315,13 @@ def _backward(rank: Rank, first: bool) -> Items:
     layout = rank.job.layout
     block = rank.sparse if rank.pieces.sparse else rank.dense
     stage = max(1, max(dense + sparse for dense, sparse in rank.pieces.stages))
-    together = _held_together(layout, stage)
+    together = _held_together(layout, stage, first)
     own = block.all.times(together)
     if layout.recompute == "selective":
         own = own.plus(Modules(mlp=block.unneeded))
     before = Modules() if first else rank.kept.times(max(1 - together / stage, 0.0))
-    done = (stage - 1) / stage if first else 0.0
-    head = 0.0 if _accumulates(rank) and not rank.job.dims.tied else _head_gradient(rank)
+    done = (stage - together) / stage if first else 0.0
+    head = 0.0 if rank.accumulates and not rank.job.dims.tied else _head_gradient(rank)
     return _at(
         rank,
         _gradients(rank, done) + head,
@@ -315,11 +339,13 @@ def _appearing(rank: Rank) -> float:
     a, p = compute_bytes(layout), master_bytes(layout)
     if layout.bucket_elements:
         return a * min(layout.bucket_elements, state.block_whole)
-    largest = dims.d_model * dims.d_ff / layout.tp * min(1.0, layout.trained_share * 4)
+    largest = dims.d_model * dims.d_ff / layout.tp
+    if layout.adapters:
+        largest = layout.adapters.rank * max(dims.d_model, dims.d_ff / layout.tp)
     if layout.compiled:
         found = p * state.block_whole
     else:
-        found = largest * (a + (p if _accumulates(rank) else 0))
+        found = largest * (a + (p if rank.accumulates else 0))
     if layout.num_gpus > 1:
         divided = layout.zero and layout.dp_shard * layout.cp > 1
         found += a * state.block_gathered + (p * state.block_whole if divided else 0.0)
@@ -329,19 +355,21 @@ def _appearing(rank: Rank) -> float:
 
 
 def _embedding(rank: Rank) -> Items:
-    """The end of the backward pass: the embedding's gradient, beside the head's when tied."""
+    """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
+    in the first micro-batch, it becomes the parameter's gradient as it is."""
     layout, state, dims = rank.job.layout, rank.state, rank.job.dims
     a, at = compute_bytes(layout), tokens_of(dims, layout)
-    dense = 0.0
-    if not state.always and layout.trained_share == 1:
-        dense = master_bytes(layout) * state.embedding
     tied = dims.tied and state.head > 0
+    dense = 0.0
+    if not state.always and not freezes(layout):
+        dense = master_bytes(layout) * state.embedding
+    stays = not tied and not rank.accumulates
     return _at(
         rank,
-        _gradients(rank, 1.0) + dense * (2 if tied else 1),
+        _gradients(rank, 1.0, root=not tied) + (dense if tied else 0.0),
         _copies(rank, 0, 0.0, head=False) + _buckets(rank),
         rank.waiting,
-        (a + 4) * at.wide,
+        (a + 4) * at.wide + (0.0 if stays else dense),
     )
 
 
@@ -353,5 +381,5 @@ def _step(rank: Rank) -> Items:
     return {
         **_resting(rank),
         "gradients": gradients,
-        "step": layout.step_bytes * state.shard * layout.trained_share,
+        "step": layout.step_bytes * state.shard,
     }

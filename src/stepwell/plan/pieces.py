@@ -122,3 +122,13 @@ def elements_of(dims: Dims, layout: Arrangement) -> Elements:
         head=words,
         ends=D,
     )
+
+
+def target_sizes(dims: Dims, layout: Arrangement) -> list[tuple[int, int]]:
+    """Rows and columns of the adapted matrices of a block, on a tensor rank."""
+    t, D = layout.tp, dims.d_model
+    inner, query = dims.d_ff // t, dims.q_width // t
+    key = max(dims.head_dim, dims.kv_width // t)
+    sizes = {"wq": (query, D), "wk": (key, D), "wv": (key, D), "wo": (D, query)}
+    sizes |= {"w_gate": (inner, D), "w_up": (inner, D), "w_down": (D, inner)}
+    return [sizes[name] for name in layout.adapters.targets] if layout.adapters else []

@@ -8,20 +8,23 @@ masters and moments (its distributed optimiser, ZeRO-1), and with ZeRO 2 and 3 t
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 from stepwell.plan.activations import compute_bytes
 from stepwell.plan.job import Arrangement, Dims
-from stepwell.plan.pieces import Elements, Pieces, elements_of
+from stepwell.plan.pieces import Elements, Pieces, elements_of, target_sizes
 
 BLOCK_OF_8_BITS = 256  # moments that share a scale
+NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits with double-quantised scales (2305.14314)
 
 
 class State(NamedTuple):
     """Bytes on the GPU. gradients: of the whole step; always: whether they are there all the time;
-    block_gradient: a block's part of them. Elements: elements, of a tensor rank; shard, what data
-    ranks leave of them; block_whole, root_whole: trained, undivided; block_gathered, root_gathered:
-    as FSDP2 hands them out; embedding, head. host: bytes in the host's memory."""
+    block_gradient, root_gradient: a block's part of them, and that of the ends. Elements: elements,
+    of a tensor rank; shard, what is trained of what data ranks leave; block_whole, root_whole:
+    trained, undivided; block_gathered, root_gathered: as FSDP2 hands them out; embedding, head.
+    host: bytes in the host's memory."""
 
     parameters: float
     masters: float
@@ -30,6 +33,7 @@ class State(NamedTuple):
     gradient_bytes: int
     always: bool
     block_gradient: float
+    root_gradient: float
     elements: float
     shard: float
     block_whole: float
@@ -47,35 +51,50 @@ def master_bytes(layout: Arrangement) -> int:
 
 def state_of(dims: Dims, layout: Arrangement, pieces: Pieces) -> State:
     elements = elements_of(dims, layout)
-    dense, experts, root = _split(dims, pieces, elements)
+    of_block, blocks, experts = _blocks(pieces, elements)
+    root = _root(dims, pieces, elements)
     n, n_experts = _num_shards(layout)
-    shard, share = dense / n + experts / n_experts, layout.trained_share
-    p, moments = master_bytes(layout), _moment_bytes(layout) * shard * share
-    block = elements.sparse + elements.experts if pieces.sparse else elements.dense
+    num, share = pieces.num_blocks, layout.trained_share
+    shard = (blocks + root) / n + experts / n_experts
+    gathered, frozen_apart = of_block, 0.0
+    block_trained, block_shard = of_block * share, shard_of(pieces, elements, n, n_experts) * share
+    root_trained, root_shard = root * share, root * share / n
+    if layout.adapters is not None:
+        block_trained, block_shard, in_4_bits = adapted(dims, layout, n)
+        root_trained = root_shard = 0.0
+        gathered += block_trained - in_4_bits
+        frozen_apart = num * (in_4_bits * NF4_BYTES - compute_bytes(layout) * in_4_bits / n)
+    trained = _Trained(num * block_shard, root_shard)
     if layout.program == "megatron":
-        bytes_ = _megatron(layout, dense + experts, shard, moments)
+        held = _megatron(layout, blocks + root + experts, shard, trained)
     else:
-        bytes_ = _fsdp(layout, shard, moments)
-    parameters, masters, moments, gradients, size, host = bytes_
-    of_block = elements.sparse / n + elements.experts / n_experts
+        held = _fsdp(layout, shard, trained, frozen_apart)
     return State(
-        parameters=parameters,
-        masters=masters,
-        moments=moments,
-        gradients=gradients,
-        gradient_bytes=size,
+        parameters=held.parameters,
+        masters=held.masters,
+        moments=held.moments,
+        gradients=held.gradients,
+        gradient_bytes=held.gradient_bytes,
         always=layout.program == "megatron",
-        block_gradient=p * share * (of_block if pieces.sparse else elements.dense / n),
-        elements=dense + experts,
-        shard=shard,
-        block_whole=block * share,
-        root_whole=root * share,
-        block_gathered=block,
+        block_gradient=master_bytes(layout) * block_shard,
+        root_gradient=master_bytes(layout) * root_shard,
+        elements=blocks + root + experts,
+        shard=trained.blocks + trained.root,
+        block_whole=block_trained,
+        root_whole=root_trained,
+        block_gathered=gathered,
         root_gathered=root,
         embedding=elements.embedding if pieces.first else 0.0,
         head=elements.head if pieces.last else 0.0,
-        host=host,
+        host=held.host,
     )
+
+
+class _Trained(NamedTuple):
+    """Elements of a rank's part that are trained."""
+
+    blocks: float
+    root: float
 
 
 def _num_shards(layout: Arrangement) -> tuple[float, float]:
@@ -86,47 +105,83 @@ def _num_shards(layout: Arrangement) -> tuple[float, float]:
     return num, max(1.0, num * layout.tp / layout.ep)
 
 
-def _split(dims: Dims, pieces: Pieces, elements: Elements) -> tuple[float, float, float]:
-    """Elements of a tensor rank: without experts, of experts, and of the first, the ends."""
+def _blocks(pieces: Pieces, elements: Elements) -> tuple[float, float, float]:
+    """Elements of one block on a tensor rank, of all without experts, and of their experts."""
+    one = elements.sparse + elements.experts if pieces.sparse else elements.dense
+    blocks = pieces.dense * elements.dense + pieces.sparse * elements.sparse
+    return one, blocks, pieces.sparse * elements.experts
+
+
+def shard_of(pieces: Pieces, elements: Elements, n: float, n_experts: float) -> float:
+    """Elements of a block that data ranks leave to one of them."""
+    if pieces.sparse:
+        return elements.sparse / n + elements.experts / n_experts
+    return elements.dense / n
+
+
+def _root(dims: Dims, pieces: Pieces, elements: Elements) -> float:
+    """Elements of a tensor rank besides blocks."""
     root = elements.embedding if pieces.first else 0.0
     if pieces.last:
         shared = dims.tied and pieces.first
         root += elements.ends + (0.0 if shared else elements.head)
-    blocks = pieces.dense * elements.dense + pieces.sparse * elements.sparse
-    return blocks + root, pieces.sparse * elements.experts, root
+    return root
 
 
-def _moment_bytes(layout: Arrangement) -> float:
-    """Of the optimiser's state for a parameter."""
+def _moments(layout: Arrangement, trained: _Trained) -> float:
+    """Bytes of the optimiser's state; muon keeps one moment of blocks."""
     size = 2 if (layout.moment_precision or layout.state_precision) == "bf16" else 4
-    if layout.optimizer == "adamw8bit":
-        return 2 * (1 + 4 / BLOCK_OF_8_BITS)
-    return size if layout.optimizer == "muon" else 2 * size
+    if layout.optimizer == "muon":
+        return size * (trained.blocks + 2 * trained.root)
+    each = 2 * (1 + 4 / BLOCK_OF_8_BITS) if layout.optimizer == "adamw8bit" else 2 * size
+    return each * (trained.blocks + trained.root)
 
 
-_Bytes = tuple[float, float, float, float, int, float]
+class _Held(NamedTuple):
+    """Bytes."""
+
+    parameters: float
+    masters: float
+    moments: float
+    gradients: float
+    gradient_bytes: int
+    host: float
 
 
-def _fsdp(layout: Arrangement, shard: float, moments: float) -> _Bytes:
-    """Parameters (frozen ones in the compute dtype), no masters beside them, moments, gradients,
-    bytes of one gradient, bytes on the host."""
-    p, a, share = master_bytes(layout), compute_bytes(layout), layout.trained_share
-    parameters = shard * (p * share + a * (1 - share))
-    gradients, host = p * shard * share, 0.0
+def _fsdp(layout: Arrangement, shard: float, trained: _Trained, frozen_apart: float) -> _Held:
+    """frozen_apart: bytes that a base in 4 bits has more than if it were divided in 16."""
+    p, a, num = master_bytes(layout), compute_bytes(layout), trained.blocks + trained.root
+    adapters = num if layout.adapters else 0.0  # beside the model's own
+    parameters = p * num + a * (shard + adapters - num) + frozen_apart
+    moments, gradients, host = _moments(layout, trained), p * num, 0.0
     if layout.offload_parameters:
         host, parameters, moments = parameters + gradients + moments, 0.0, 0.0
     elif layout.offload_optimizer:  # master, moments, and a pinned buffer
-        host, moments = 2 * p * shard * share + moments, 0.0
-    return parameters, 0.0, moments, gradients, p, host
+        host, moments = 2 * p * num + moments, 0.0
+    return _Held(parameters, 0.0, moments, gradients, p, host)
 
 
-def _megatron(layout: Arrangement, whole: float, shard: float, moments: float) -> _Bytes:
-    a, share = compute_bytes(layout), layout.trained_share
+def _megatron(layout: Arrangement, whole: float, shard: float, trained: _Trained) -> _Held:
+    a, num = compute_bytes(layout), trained.blocks + trained.root
     g = 2 if layout.gradient_precision == "bf16" else 4
-    masters = master_bytes(layout) * shard * share if a < 4 else 0.0
-    host = 0.0
+    masters = master_bytes(layout) * num if a < 4 else 0.0
+    moments, host = _moments(layout, trained), 0.0
     if layout.offload_optimizer:
         host, masters, moments = masters + moments, 0.0, 0.0
     parameters = a * (shard if layout.zero == 3 else whole)
-    gradients = g * share * (shard if layout.zero >= 2 else whole)
-    return parameters, masters, moments, gradients, g, host
+    gradients = g * num * (1 if layout.zero >= 2 else whole / shard)
+    return _Held(parameters, masters, moments, gradients, g, host)
+
+
+def adapted(dims: Dims, layout: Arrangement, n: float) -> tuple[float, float, float]:
+    """Elements of a block's adapters on a tensor rank, what n data ranks leave of them (rows of
+    each matrix, rounded up), and elements of the block that are in 4 bits, whole on every rank."""
+    adapters = layout.adapters
+    assert adapters
+    whole = part = four = 0.0
+    for rows, columns in target_sizes(dims, layout):
+        whole += adapters.rank * (rows + columns) + (rows if adapters.dora else 0)
+        part += ceil(adapters.rank / n) * columns + ceil(rows / n) * adapters.rank
+        part += ceil(rows / n) if adapters.dora else 0
+        four += rows * columns if adapters.quantized else 0
+    return whole, part, four
