@@ -44,6 +44,7 @@ PLANNED: dict[str, Dims] = {
         d_ff=6144,
         vocab_size=151936,
         biases=2 * 128,
+        qk_norm=True,
         experts=Experts(num_experts=128, top_k=8, d_ff=768),
     ),
     "qwen3-235b-a22b": Dims(
@@ -56,6 +57,7 @@ PLANNED: dict[str, Dims] = {
         d_ff=12288,
         vocab_size=151936,
         biases=2 * 128,
+        qk_norm=True,
         experts=Experts(num_experts=128, top_k=8, d_ff=1536),
     ),
     "gpt3-175b": Dims(
@@ -92,11 +94,11 @@ EXPERT_KEYS = {
     "model.num_shared_experts": "num_shared",
     "model.num_dense_layers": "num_dense_layers",
 }
-# Of Hugging Face's kinds of model: how wide the first product of an MLP is.
-_GATED = (
-    "llama mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe olmo olmo2 olmoe gemma gemma2 phi3 granite"
-    " starcoder internlm2 yi"
-).split()
+# Of Hugging Face's kinds of model: those whose MLP is gated, and what the others' is.
+_GATED = [
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmo", "olmo2"),
+    *("olmoe", "gemma", "gemma2", "phi3", "granite", "starcoder", "internlm2"),
+]
 _PLAIN: dict[str, Mlp] = {
     "gpt2": "gelu",
     "gpt_neox": "gelu",
@@ -187,9 +189,10 @@ def with_experts(subject: Subject, given: Mapping[str, Any]) -> Subject:
     before = subject.dims.experts or Experts(1, 1, subject.dims.d_ff)
     experts = replace(before, **values)
     if not 1 <= experts.top_k <= experts.num_experts:
+        near = min(max(experts.top_k, 1), experts.num_experts)
         raise ConfigError(
             f"--model.top_k {experts.top_k} must be between 1 and --model.num_experts "
-            f"{experts.num_experts}; the nearest is {min(max(experts.top_k, 1), experts.num_experts)}"
+            f"{experts.num_experts}; the nearest is {near}"
         )
     if experts.num_dense_layers >= subject.dims.num_layers:
         raise ConfigError(
@@ -288,7 +291,8 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
         mlp=_PLAIN.get(kind, "swiglu"),
         tied=bool(full.get("tie_word_embeddings", bare)),
         learned_positions=full.get("n_positions", 0) if bare else 0,
-        biases=2 * full.get("head_dim", 0) if kind == "qwen3_moe" else 0,
+        biases=2 * full.get("head_dim", 128) if kind == "qwen3_moe" else 0,
+        qk_norm=kind == "qwen3_moe",
         experts=_experts(full),
     )
 

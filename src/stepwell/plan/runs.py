@@ -1,0 +1,116 @@
+"""A layout as a run of ours: what the engine's rules are asked about, and what is written as a
+recipe. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.config import Run
+from stepwell.plan.job import Arrangement
+from stepwell.sections.model import ModelConfig
+from stepwell.types import ConfigError
+
+
+def run_of(config: ModelConfig, layout: Arrangement, name: str = "planned") -> Run:
+    """The run whose `job_of` has this layout. A context longer than the model's is taken to be
+    wanted: max_seq_len grows with it. Raises ConfigError for what no run can be."""
+    return Run.parse(values_of(config, layout, name), where=f"the layout {short(layout)}")
+
+
+def values_of(config: ModelConfig, layout: Arrangement, name: str) -> dict[str, Any]:
+    """The run's tables, with only what differs from their defaults."""
+    if layout.ep > 1 or layout.program != "stepwell":
+        raise ConfigError(f"the engine has no expert parallelism (ep={layout.ep})")
+    model = config.model_dump(exclude_none=True, exclude_defaults=True)
+    model["max_seq_len"] = max(config.max_seq_len, layout.seq_len)
+    values: dict[str, Any] = {
+        "name": name,
+        "dir": f"runs/{name}",
+        "model": model,
+        "layout": _layout(layout),
+        "data": {"seq_len": layout.seq_len},
+        "train": {
+            "global_batch_rows": layout.global_batch_rows,
+            "micro_batch_rows": layout.micro_batch_rows,
+        },
+        "precision": {"compute": "bf16" if layout.precision == "fp8" else layout.precision},
+    }
+    if layout.precision == "fp8":
+        values["precision"]["fp8"] = {"recipe": recipe_of(layout)}
+    if layout.recompute != "none":
+        values["remat"] = {"mode": layout.recompute}
+    offload = {
+        "optimizer": layout.offload_optimizer,
+        "parameters": layout.offload_parameters,
+        "activations": layout.offload_activations,
+    }
+    if any(offload.values()):
+        values["offload"] = {key: on for key, on in offload.items() if on}
+    return values
+
+
+def recipe_of(layout: Arrangement) -> str:
+    return layout.recipe if layout.recipe != "none" else "tensorwise"
+
+
+def _layout(layout: Arrangement) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "zero": layout.zero,
+        "compile": layout.compiled,
+    }
+    if layout.pp > 1:
+        found["pp_schedule"] = layout.schedule
+        found["pp_stages_per_rank"] = layout.stages_per_rank
+    if layout.zero == 3:
+        found["reshard_after_forward"] = layout.reshard
+    reduces = layout.zero >= 2 and layout.pp == 1
+    if layout.zero == 3 and layout.reduce_every_micro_batch != reduces:
+        found["reduce_gradients"] = "micro_batch" if layout.reduce_every_micro_batch else "step"
+    return found
+
+
+def short(layout: Arrangement) -> str:
+    """The layout in a line: `TP 8 x PP 16 (interleaved-1f1b, 4 stages a rank) x DP 8, ...`."""
+    parts = [f"TP {layout.tp}"] if layout.tp > 1 else []
+    parts += [f"CP {layout.cp}"] if layout.cp > 1 else []
+    if layout.pp > 1:
+        virtual = f" x {layout.stages_per_rank}" if layout.stages_per_rank > 1 else ""
+        parts.append(f"PP {layout.pp} ({layout.schedule}{virtual})")
+    parts += [f"EP {layout.ep}"] if layout.ep > 1 else []
+    parts.append(data_text(layout))
+    rest = [f"ZeRO-{layout.zero}{reshard_text(layout)}", f"micro-batch {layout.micro_batch_rows}"]
+    rest.append(f"recompute {layout.recompute}")
+    if layout.precision != "bf16":
+        rest.append(layout.precision)
+    rest += [f"offload {what}" for what in offloaded(layout)]
+    return " x ".join(parts) + ", " + ", ".join(rest)
+
+
+def data_text(layout: Arrangement) -> str:
+    if layout.dp_replicate > 1:
+        return f"DP {layout.dp_replicate} x {layout.dp_shard}"
+    return f"DP {layout.dp_shard}"
+
+
+def reshard_text(layout: Arrangement) -> str:
+    """What of stage 3 is told beside its number."""
+    if layout.zero != 3 or layout.pp > 1:
+        return ""
+    kept = {"always": "", "never": " keeping weights", "node": " resharding in the node"}
+    once = "" if layout.reduce_every_micro_batch else " reducing once"
+    return kept[layout.reshard] + once
+
+
+def offloaded(layout: Arrangement) -> list[str]:
+    kinds: Mapping[str, bool] = {
+        "optimizer": layout.offload_optimizer,
+        "parameters": layout.offload_parameters,
+        "activations": layout.offload_activations,
+    }
+    return [kind for kind, on in kinds.items() if on]

@@ -1,0 +1,432 @@
+"""The fastest layouts of a model on so many accelerators. No torch.
+
+A family is a mesh with a schedule, a micro-batch and recomputation. Families are opened in the
+order of bounds that no layout of theirs can beat: first the products at the fastest rate, with the
+bubble and the tensor ranks' messages; then the predicted step without what its data ranks send.
+Once the bounds exceed `slack` times the best step found, none of
+the rest can come that close. Within a family every way to divide the model among the data ranks
+is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from stepwell.parallel.rules import check_run
+from stepwell.parallel.schedules import bubble_fraction
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.coefficients import SHIPPED as COEFFICIENTS
+from stepwell.plan.footprint import Footprint, fits, footprint, headroom
+from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.memory import MemoryLedger, predict_memory
+from stepwell.plan.runs import run_of
+from stepwell.plan.space import (
+    Mesh,
+    Pins,
+    Refused,
+    Task,
+    body,
+    check_task,
+    data_layouts,
+    meshes,
+    micro_batch_problem,
+    micro_batches,
+    recomputations,
+    schedules,
+)
+from stepwell.plan.steptime import Rates, StepTime, predict_step, rates_of
+from stepwell.sections.model import ModelConfig
+from stepwell.types import ConfigError
+
+SLACK = 1.1
+NUM_CHECKED = 24  # of the best, whose runs are put before the engine's rules
+NUM_EXACT = 3  # of those, whose memory is taken from the exact ledger
+# Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
+OF_DATA_RANKS = ("exposed data", "contention", "optimizer", "straggling")
+OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters", "activations"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """exact: the ledger of our engine, where it was asked. not_in_engine: why it cannot be run, if
+    so."""
+
+    job: Job
+    memory: Footprint
+    step: StepTime
+    exact: MemoryLedger | None = None
+    not_in_engine: str = ""
+
+    @property
+    def layout(self) -> Arrangement:
+        return self.job.layout
+
+    @property
+    def step_s(self) -> float:
+        return self.step.total_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """What a GPU must have, with the driver's and the communicators' share."""
+        if self.exact is None:
+            return self.memory.total
+        return self.memory.total + self.exact.peak_bytes - self.memory.allocated
+
+    @property
+    def headroom_bytes(self) -> float:
+        return self.job.cluster.accelerator.memory_bytes - self.peak_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all accelerators together."""
+        return self.layout.global_batch_tokens / self.step_s
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """found: layouts that fit, the fastest first; all within `SLACK` of the best are there.
+    refused_meshes, refused: how many meshes, and layouts of the others, by rule (`space.REASONS`).
+    closest: where nothing fits, what needs the least memory. offload: what had to be offloaded for
+    anything to fit."""
+
+    task: Task
+    found: tuple[Candidate, ...]
+    refused_meshes: Refused
+    refused: Refused
+    num_meshes: int
+    num_layouts: int
+    num_timed: int
+    seconds: float
+    closest: Candidate | None = None
+    offload: tuple[str, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        """Raises ConfigError where nothing fits, with what the closest layout lacks."""
+        if self.found:
+            return self.found[0]
+        raise ConfigError(nothing_fits(self))
+
+
+def nothing_fits(ranking: Ranking) -> str:
+    task, closest = ranking.task, ranking.closest
+    gpus, name = task.num_gpus, task.cluster.name
+    what = f"no layout of {task.dims.name} on {gpus:,} x {name} "
+    if closest is None:
+        return what + "obeys the rules: " + counts_text(ranking.refused_meshes + ranking.refused)
+    has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
+    return (
+        f"{what}fits: the leanest needs {needs / 2**30:.1f} GiB of {has / 2**30:.1f} on each; give "
+        "more accelerators (--gpus), free pins, or a smaller model"
+    )
+
+
+def counts_text(refused: Refused) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in refused.most_common())
+
+
+class Prices:
+    """Time and memory of layouts of one model on one cluster, each asked for once."""
+
+    def __init__(self, dims: Dims, cluster: Cluster):
+        self.dims, self.cluster = dims, cluster
+        self.rates = lru_cache(maxsize=None)(self._rates)
+        self.time = lru_cache(maxsize=None)(self._time)
+        self.bound = lru_cache(maxsize=None)(self._bound)
+        self.memory = lru_cache(maxsize=None)(self._memory)
+
+    def job(self, layout: Arrangement) -> Job:
+        return Job(self.dims, layout, self.cluster)
+
+    def _time(self, layout: Arrangement) -> StepTime:
+        return predict_step(self.job(layout))
+
+    def _bound(self, layout: Arrangement) -> float:
+        """Seconds that no way to divide the model among the data ranks takes less than."""
+        parts = self.time(layout).parts
+        return sum(seconds for name, seconds in parts.items() if name not in OF_DATA_RANKS)
+
+    def _rates(self, precision: str, recipe: str) -> Rates:
+        layout = Arrangement(1, 1, 1, precision=precision, recipe=recipe)  # pyright: ignore
+        return rates_of(self.job(layout), COEFFICIENTS)
+
+    def _memory(self, layout: Arrangement) -> Footprint:
+        return footprint(self.job(layout))
+
+    def fits(self, layout: Arrangement, headroom_bytes: float = 0) -> bool:
+        held = self.memory(layout)
+        return fits(held, self.cluster) and headroom(held, self.cluster) >= headroom_bytes
+
+    def candidate(self, layout: Arrangement) -> Candidate:
+        return Candidate(self.job(layout), self.memory(layout), self.time(layout))
+
+
+@dataclass
+class _Open:
+    """A search under way."""
+
+    task: Task
+    prices: Prices
+    refused_meshes: Refused = field(default_factory=Counter)
+    refused: Refused = field(default_factory=Counter)
+    num_meshes: int = 0
+    num_layouts: int = 0
+    leanest: Arrangement | None = None
+    least_bytes: float = math.inf
+    found: dict[Arrangement, float] = field(default_factory=dict)
+    best_s: float = math.inf
+    counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def count(self, family: Arrangement) -> int:
+        """Its data parallel layouts."""
+        several = family.num_micro_batches > 1
+        key = (family.dp_shard, family.cp, family.tp, family.pp > 1, several)
+        if key not in self.counts:
+            self.counts[key] = sum(1 for _ in data_layouts(self.task, family, Counter()))
+        return self.counts[key]
+
+
+def search(
+    dims: Dims,
+    cluster: Cluster,
+    num_gpus: int,
+    seq_len: int,
+    global_batch_tokens: int,
+    pins: Pins | None = None,
+    config: ModelConfig | None = None,
+    slack: float = SLACK,
+    prices: Prices | None = None,
+) -> Ranking:
+    """Layouts by predicted step time. global_batch_tokens: rounded to whole rows of seq_len.
+    config: the engine's model, whose rules then have the last word. prices: of an earlier search
+    for the same model and cluster.
+
+    Raises ConfigError for pins and sizes that no layout can have; where nothing fits, `found` is
+    empty.
+    """
+    rows = round(global_batch_tokens / seq_len)
+    task = Task(dims, cluster, num_gpus, seq_len, rows, pins or Pins())
+    check_task(task)
+    begin, prices = time.perf_counter(), prices or Prices(dims, cluster)
+    opened = _search(task, prices, slack)
+    offload: tuple[str, ...] = ()
+    if not opened.found and opened.leanest is not None and task.pins.offload is None:
+        for offload in OFFLOADS:
+            lighter = replace(task, pins=replace(task.pins, offload=offload))
+            again = _search(lighter, prices, slack)
+            if again.found:
+                opened = again
+                break
+        else:
+            offload = ()
+    found, complaints = _checked(opened, config, slack)
+    closest = None
+    if not found and opened.leanest is not None:
+        closest = prices.candidate(opened.leanest)
+    return Ranking(
+        task=task,
+        found=found,
+        refused_meshes=opened.refused_meshes,
+        refused=opened.refused,
+        num_meshes=opened.num_meshes,
+        num_layouts=opened.num_layouts,
+        num_timed=len(opened.found),
+        seconds=time.perf_counter() - begin,
+        closest=closest,
+        offload=offload,
+        complaints=tuple(complaints),
+    )
+
+
+def _search(task: Task, prices: Prices, slack: float) -> _Open:
+    """Best first: a family's loose bound, then its tight one, then its layouts."""
+    opened = _Open(task, prices)
+    order = itertools.count()
+    heap = [(loose_bound(prices, body), next(order), False, body) for body in _families(opened)]
+    heapq.heapify(heap)
+    while heap:
+        bound, _, tight, body = heapq.heappop(heap)
+        if bound > slack * opened.best_s:
+            opened.refused["too slow"] += opened.count(body)
+        elif tight:
+            _open(opened, body)
+        else:
+            heapq.heappush(heap, (prices.bound(body), next(order), True, body))
+    return opened
+
+
+def _families(opened: _Open) -> Iterator[Arrangement]:
+    """Those that fit at all. More rows at a time hold more, and so does less recomputation, or any
+    schedule but 1f1b."""
+    for mesh in meshes(opened.task, opened.refused_meshes):
+        opened.num_meshes += 1
+        crowded = False
+        for micro in micro_batches(opened.task, mesh):
+            heaviest = recomputations(opened.task)[0]
+            probe = body(opened.task, mesh, "1f1b", 1, micro, *heaviest)
+            crowded = crowded or not _fits_leanly(opened, probe)
+            for schedule, v in schedules(opened.task, mesh, opened.refused):
+                yield from _of_schedule(opened, mesh, micro, schedule, v, crowded)
+
+
+def _of_schedule(
+    opened: _Open, mesh: Mesh, micro: int, schedule: str, v: int, crowded: bool
+) -> Iterator[Arrangement]:
+    task = opened.task
+    wrong = micro_batch_problem(task, mesh, micro, schedule, v)
+    for mode, every in recomputations(task, schedule):
+        family = body(task, mesh, schedule, v, micro, mode, every)
+        number = opened.count(family)
+        opened.num_layouts += number
+        if wrong:
+            opened.refused[wrong] += number
+            continue
+        crowded = crowded or not _fits_leanly(opened, family)
+        if crowded:
+            opened.refused["memory"] += number
+        else:
+            yield family
+
+
+def _fits_leanly(opened: _Open, family: Arrangement) -> bool:
+    lean = leanest(family)
+    held = opened.prices.memory(lean).total
+    if held < opened.least_bytes:
+        opened.least_bytes, opened.leanest = held, lean
+    return opened.prices.fits(lean, opened.task.pins.headroom_bytes)
+
+
+def leanest(body: Arrangement) -> Arrangement:
+    """The data parallelism that holds the least: everything sharded over all data ranks."""
+    if body.dp_shard * body.cp == 1:
+        return replace(body, zero=0)
+    if body.pp > 1:
+        return replace(body, zero=3)
+    return replace(body, zero=3, reshard="always", reduce_every_micro_batch=True)
+
+
+def loose_bound(prices: Prices, family: Arrangement) -> float:
+    """Seconds that no layout of the family takes less than: products and attention at their rates
+    in the largest shapes, with what is computed again; most of the bubble; what tensor ranks send,
+    unhidden."""
+    dims, cluster = prices.dims, prices.cluster
+    rates = prices.rates(family.precision, family.recipe)
+    share = {"full": 1.0, "every": 1 / family.recompute_every}.get(family.recompute, 0.0)
+    active = dims.parameters(active=True) - (0 if dims.tied else dims.embedding_parameters)
+    pairs = dims.num_layers * dims.q_width * family.seq_len
+    compute_s = (6 + 1.8 * share) * active / max(rates.sixteen, rates.low)
+    compute_s += (7 + 1.8 * share) * pairs / rates.flash
+    compute_s *= family.global_batch_tokens / family.num_gpus
+    idle = bubble_fraction(
+        family.schedule, family.pp, family.num_micro_batches, family.stages_per_rank
+    )
+    per_pass = 2 * family.tokens_of_rank * dims.d_model * (family.tp - 1) / family.tp
+    passes = 8 * (dims.num_layers // family.pp) * family.num_micro_batches
+    tensor_s = 0.9 * per_pass * passes / cluster.scaleup_bytes_per_s
+    return compute_s * (1 + 0.7 * idle) + (0 if family.overlap_tp else tensor_s)
+
+
+def _open(opened: _Open, family: Arrangement) -> None:
+    task, prices = opened.task, opened.prices
+    spare = task.pins.headroom_bytes
+    for layout in data_layouts(task, family, opened.refused):
+        if not prices.fits(layout, spare):
+            opened.refused["memory"] += 1
+        elif any(prices.fits(less, spare) for less in with_less_recomputation(task, layout)):
+            opened.refused["more recomputation"] += 1
+        else:
+            seconds = prices.time(layout).total_s
+            opened.found[layout] = seconds
+            opened.best_s = min(opened.best_s, seconds)
+
+
+def with_less_recomputation(task: Task, layout: Arrangement) -> list[Arrangement]:
+    """The next lighter one is enough: what is lighter still holds more."""
+    levels = recomputations(task, layout.schedule)
+    place = levels.index((layout.recompute, layout.recompute_every))
+    return [
+        replace(layout, recompute=mode, recompute_every=every)
+        for mode, every in levels[place + 1 : place + 2]
+    ]
+
+
+# --- the best of them ------------------------------------------------------------------------
+
+
+def _checked(
+    opened: _Open, config: ModelConfig | None, slack: float
+) -> tuple[tuple[Candidate, ...], list[str]]:
+    """Ranked; the first ones as the engine sees them."""
+    limit = slack * opened.best_s
+    ranked = sorted(
+        (layout for layout, seconds in opened.found.items() if seconds <= limit),
+        key=lambda layout: (round(opened.found[layout], 6), complexity(layout)),
+    )
+    found: list[Candidate] = []
+    complaints: list[str] = []
+    missing = "" if config else "the engine has no such model yet"
+    for layout in ranked:
+        candidate = replace(opened.prices.candidate(layout), not_in_engine=missing)
+        if config is not None and len(found) < NUM_CHECKED:
+            try:
+                candidate = as_run(candidate, config, exact=len(found) < NUM_EXACT)
+            except ConfigError as refusal:
+                opened.refused["engine"] += 1
+                complaints.append(str(refusal))
+                continue
+            if candidate.headroom_bytes < opened.task.pins.headroom_bytes:
+                opened.refused["memory"] += 1
+                continue
+        found.append(candidate)
+    return tuple(found), complaints
+
+
+def as_run(candidate: Candidate, config: ModelConfig, exact: bool = True) -> Candidate:
+    """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
+    have against it."""
+    run = run_of(config, candidate.layout)
+    check_run(run, candidate.layout.num_gpus)
+    if not exact:
+        return candidate
+    return replace(candidate, exact=predict_memory(run, candidate.layout.num_gpus))
+
+
+def complexity(layout: Arrangement) -> tuple[int, ...]:
+    """Between layouts of equal speed: fewer axes, smaller ones, the lower stage."""
+    axes = (layout.tp, layout.cp, layout.pp, layout.ep, layout.dp_replicate)
+    return (sum(size > 1 for size in axes), layout.stages_per_rank, *axes, layout.zero)
+
+
+def pareto(candidates: Sequence[Candidate], step_bytes: float = 2**30) -> list[Candidate]:
+    """Those that none beats in both speed and memory left, the fastest first; `step_bytes`: how
+    much more must be left to be worth a line."""
+    front: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: c.step_s):
+        if not front or candidate.headroom_bytes >= front[-1].headroom_bytes + step_bytes:
+            front.append(candidate)
+    return front
+
+
+def batches(ranking: Ranking, prices: Prices, factors: Iterable[float] = (0.5, 2)) -> list[Ranking]:
+    """The same search with other batches, only for the best of each."""
+    task, found = ranking.task, []
+    for factor in factors:
+        rows = round(task.rows * factor)
+        if rows < 1:
+            continue
+        tokens, gpus = rows * task.seq_len, task.num_gpus
+        pins = task.pins
+        found.append(
+            search(
+                task.dims, task.cluster, gpus, task.seq_len, tokens, pins, slack=1, prices=prices
+            )
+        )
+    return found

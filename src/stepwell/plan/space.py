@@ -1,0 +1,360 @@
+"""Which layouts a search looks at, and by which rule the others are refused. No torch.
+
+The decision tree's order (Megatron-LM, 2104.04473; PyTorch FSDP, 2304.11277; the Llama 3 herd,
+2407.21783, section 3.3): tensor ranks within the scale-up domain, context ranks for long rows,
+pipeline stages across machines, expert ranks, and data parallelism for the rest. Every refusal is
+counted by its rule; `parallel/rules.check_run` has the last word over what the engine can run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import ceil
+from typing import Any, Literal, NamedTuple
+
+from stepwell.parallel.schedules import ZERO_BUBBLE, fewest_micro_batches, next_micro_batches
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.job import Arrangement, Dims, Recompute
+from stepwell.sections.layout import LayoutConfig
+from stepwell.sections.optim import LossConfig
+from stepwell.types import ConfigError
+
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+# Recomputation (mode, every how many blocks) by what it costs, the cheapest first.
+RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
+    ("none", 2),
+    ("selective", 2),
+    ("every", 4),
+    ("every", 2),
+    ("full", 2),
+)
+# Fewer tokens of a row on a rank than this leave its products too small to be worth it.
+FEWEST_CONTEXT_TOKENS = 1024
+MOST_MICRO_BATCH_TOKENS = 1 << 17
+CHUNK_TOKENS = LossConfig().chunk_tokens
+VIRTUAL_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+# By rule: why a layout is not looked at. Shown with their counts.
+REASONS = {
+    "tensor domain": "tensor ranks would leave the scale-up domain, or not divide it evenly",
+    "tensor heads": "tensor ranks must divide the attention heads",
+    "tensor dims": "tensor ranks must divide the MLP's width and the vocabulary",
+    "sequence": "tensor and context ranks must divide a row evenly",
+    "context": f"context ranks would have fewer than {FEWEST_CONTEXT_TOKENS:,} tokens of a row",
+    "rows on context ranks": "several rows at once on context ranks: fewer of both send less",
+    "rows": "more data ranks than rows in the batch: some would have none",
+    "replicas": "the batch's rows must be a multiple of the replicas",
+    "stages": "more pipeline stages than the model has blocks, embedding and head",
+    "micro-batches": "fewer micro-batches than the pipeline's schedule needs",
+    "rounds": "micro-batches do not make equal rounds of an interleaved schedule",
+    "experts": "expert ranks must divide the experts and the ranks of a stage",
+    "wide micro-batch": f"a micro-batch of more than {MOST_MICRO_BATCH_TOKENS:,} tokens a rank",
+    "memory": "does not fit into the accelerator's memory",
+    "too slow": "cannot be as fast as what was found, even if data parallel messages took no time",
+    "more recomputation": "fits with less recomputation, which is faster",
+    "engine": "refused by the engine's rules",
+}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What is fixed beforehand; None is free. max_*: bounds. tp: a number given here may leave the
+    scale-up domain. headroom_bytes: of an accelerator's memory that must stay free."""
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    dp_replicate: int | None = None
+    dp_shard: int | None = None
+    zero: int | None = None
+    reshard: Literal["always", "never", "node"] | None = None
+    micro_batch_rows: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    recompute: Recompute | None = None
+    precision: Precision | None = None
+    offload: tuple[str, ...] | None = None
+    max_tp: int | None = None
+    max_cp: int | None = None
+    max_pp: int | None = None
+    compiled: bool = True
+    headroom_bytes: int = 0
+
+    def given(self) -> dict[str, Any]:
+        """What differs from an empty value."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {key: value for key, value in values.items() if value != getattr(Pins(), key)}
+
+
+class Mesh(NamedTuple):
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    dp: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be laid out. rows: of a step, each of seq_len tokens."""
+
+    dims: Dims
+    cluster: Cluster
+    num_gpus: int
+    seq_len: int
+    rows: int
+    pins: Pins = Pins()
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len
+
+
+Refused = Counter[str]
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def meshes(task: Task, refused: Refused) -> Iterator[Mesh]:
+    """All ways to divide the accelerators among the axes that the rules allow; the others are
+    counted in `refused`."""
+    dims, pins = task.dims, task.pins
+    for tp in _sizes(task.num_gpus, pins.tp, pins.max_tp):
+        problem = tensor_problem(task, tp)
+        for cp in _sizes(task.num_gpus // tp, pins.cp, pins.max_cp):
+            found = problem or context_problem(task, tp, cp)
+            for pp in _sizes(task.num_gpus // tp // cp, pins.pp, pins.max_pp):
+                dp = task.num_gpus // tp // cp // pp
+                wrong = found
+                if not wrong and pp > dims.num_layers + 2:
+                    wrong = "stages"
+                if not wrong and dp > task.rows:
+                    wrong = "rows"
+                if wrong:
+                    refused[wrong] += 1
+                    continue
+                yield from _with_experts(task, Mesh(tp, cp, pp, 1, dp), refused)
+
+
+def _sizes(number: int, pinned: int | None, most: int | None) -> list[int]:
+    if pinned is not None:
+        return [pinned] if number % pinned == 0 else []
+    return [d for d in divisors(number) if most is None or d <= most]
+
+
+def tensor_problem(task: Task, tp: int) -> str:
+    """The rule that so many tensor ranks break, or nothing."""
+    dims, domain = task.dims, task.cluster.scaleup_gpus
+    if task.pins.tp is None and (tp > domain or domain % tp):
+        return "tensor domain"
+    heads, kv_heads = dims.num_heads, dims.num_kv_heads
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        return "tensor heads"
+    widths = [dims.d_ff, dims.vocab_size] + ([dims.experts.d_ff] if dims.experts else [])
+    return "tensor dims" if any(width % tp for width in widths) else ""
+
+
+def context_problem(task: Task, tp: int, cp: int) -> str:
+    parts = tp * (2 * cp if cp > 1 else 1)
+    if task.seq_len % parts:
+        return "sequence"
+    short = cp > 1 and task.seq_len // cp < FEWEST_CONTEXT_TOKENS
+    return "context" if short and task.pins.cp is None else ""
+
+
+def _with_experts(task: Task, mesh: Mesh, refused: Refused) -> Iterator[Mesh]:
+    experts = task.dims.experts
+    if experts is None:
+        if task.pins.ep in (None, 1):
+            yield mesh
+        else:
+            refused["experts"] += 1
+        return
+    wanted = divisors(experts.num_experts) if task.pins.ep is None else [task.pins.ep]
+    for ep in wanted:
+        if experts.num_experts % ep or (mesh.dp * mesh.cp * mesh.tp) % ep:
+            refused["experts"] += 1
+        else:
+            yield mesh._replace(ep=ep)
+
+
+def schedules(task: Task, mesh: Mesh, refused: Refused) -> list[tuple[str, int]]:
+    """(schedule, stages a rank). gpipe is not among them unless it is asked for: 1f1b idles as long
+    and holds less."""
+    pins, parts = task.pins, task.dims.num_layers + 2
+    if mesh.pp == 1:
+        return [("1f1b", 1)]
+    every = [("1f1b", 1), *(("interleaved-1f1b", v) for v in VIRTUAL_STAGES)]
+    every += [("zbv", 2), ("dualpipev", 2)]
+    if pins.schedule == "gpipe":
+        every = [("gpipe", 1)]
+    found = []
+    for schedule, v in every:
+        asked = pins.schedule in (None, schedule) and pins.stages_per_rank in (None, v)
+        if not asked:
+            continue
+        if mesh.pp * v > parts:
+            refused["stages"] += 1
+        else:
+            found.append((schedule, v))
+    return found
+
+
+def body(
+    task: Task, mesh: Mesh, schedule: str, v: int, micro: int, recompute: Recompute, every: int
+) -> Arrangement:
+    """A layout with the cheapest data parallelism that there is: ZeRO-1 over all data ranks."""
+    pins, halves = task.pins, schedule in ZERO_BUBBLE
+    return Arrangement(
+        seq_len=task.seq_len,
+        micro_batch_rows=micro,
+        global_batch_rows=task.rows,
+        tp=mesh.tp,
+        cp=mesh.cp,
+        pp=mesh.pp,
+        stages_per_rank=v,
+        schedule=schedule,
+        dp_shard=mesh.dp,
+        ep=mesh.ep,
+        zero=1,
+        reshard="never",
+        reduce_every_micro_batch=False,
+        precision=pins.precision or default_precision(task.cluster),
+        recipe="tensorwise" if pins.precision == "fp8" else "none",
+        recompute=recompute,
+        recompute_every=every,
+        compiled=pins.compiled and not halves,
+        loss_chunk_tokens=CHUNK_TOKENS,
+        **{f"offload_{kind}": True for kind in pins.offload or ()},
+    )
+
+
+def recomputations(task: Task, schedule: str = "1f1b") -> list[tuple[Recompute, int]]:
+    """The most recomputation first: it holds the least."""
+    if schedule in ZERO_BUBBLE:
+        return [("none", 2)] if task.pins.recompute in (None, "none") else []
+    asked = task.pins.recompute
+    if asked is not None and asked not in dict(RECOMPUTE):
+        return [(asked, 2)]
+    return [(mode, n) for mode, n in reversed(RECOMPUTE) if asked in (None, mode)]
+
+
+def default_precision(cluster: Cluster) -> Precision:
+    """bf16 where the accelerator has it."""
+    return "bf16" if cluster.accelerator.bf16_flops_per_s else "fp16"
+
+
+def micro_batches(task: Task, mesh: Mesh) -> list[int]:
+    """Powers of two, and what makes a single micro-batch."""
+    if task.pins.micro_batch_rows is not None:
+        return [task.pins.micro_batch_rows]
+    rows = ceil(task.rows / mesh.dp)
+    found = [1 << i for i in range(rows.bit_length()) if 1 << i <= rows]
+    return sorted({*found, rows}) if mesh.pp == 1 else found
+
+
+def micro_batch_problem(task: Task, mesh: Mesh, micro: int, schedule: str, v: int) -> str:
+    """The rule that pieces of so many rows break on this pipeline, or nothing."""
+    free = task.pins.micro_batch_rows is None
+    if free and micro > 1 and micro * task.seq_len // mesh.cp > MOST_MICRO_BATCH_TOKENS:
+        return "wide micro-batch"
+    if free and task.pins.cp is None and micro > 1 and mesh.cp > 1:
+        return "rows on context ranks"
+    if mesh.pp == 1:
+        return ""
+    layout = LayoutConfig.model_construct(pp=mesh.pp, pp_schedule=schedule, pp_stages_per_rank=v)
+    number = ceil(ceil(task.rows / mesh.dp) / micro)
+    if number < fewest_micro_batches(layout):
+        return "micro-batches"
+    return "rounds" if next_micro_batches(number, layout) != number else ""
+
+
+def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Arrangement]:
+    """The ways in which the data ranks of a layout can divide the model."""
+    pins, dp = task.pins, body.dp_shard
+    if dp * body.cp == 1:
+        if pins.zero in (None, 0) and pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
+            yield replace(body, zero=0)
+        elif pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
+            yield _staged(body, pins.zero or 0, pins.reshard or "always")
+        return
+    for shard in divisors(dp):
+        replicas = dp // shard
+        if pins.dp_shard not in (None, shard) or pins.dp_replicate not in (None, replicas):
+            continue
+        if task.rows % replicas:
+            refused["replicas"] += 1
+            continue
+        for zero, reshard in _stages(task, body, shard):
+            staged = _staged(replace(body, dp_shard=shard, dp_replicate=replicas), zero, reshard)
+            yield staged
+            if zero == 3 and body.pp == 1 and staged.num_micro_batches > 1:
+                yield replace(staged, reduce_every_micro_batch=False)
+
+
+def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
+    """(ZeRO stage, resharding) that shard ranks can have; stage 0 shards nothing, so it is listed
+    once, where all ranks are shards."""
+    pins = task.pins
+    found: list[tuple[int, Any]] = [(0, "never")] if shard == body.dp_shard else []
+    if shard * body.cp > 1:
+        found.append((1, "never"))
+        # With a pipeline weights stay gathered, as at stage 1; kept without one, as at stage 2.
+        if body.pp > 1:
+            found += [(3, "never")] if pins.zero == 3 else []
+        else:
+            found += [(2, "never"), (3, "always")]
+            found += [(3, "never")] if pins.reshard == "never" else []
+            if shard * body.cp * body.tp > task.cluster.gpus_per_node:
+                found.append((3, "node"))
+    return [
+        (zero, reshard)
+        for zero, reshard in found
+        if pins.zero in (None, zero) and (zero < 3 or pins.reshard in (None, reshard))
+    ]
+
+
+def _staged(body: Arrangement, zero: int, reshard: Any) -> Arrangement:
+    return replace(
+        body,
+        zero=zero,
+        reshard=reshard if body.pp == 1 else "never",
+        reduce_every_micro_batch=zero >= 2 and body.pp == 1,
+    )
+
+
+def check_task(task: Task) -> None:
+    """Raises ConfigError for what no layout can mend, with the nearest legal value."""
+    pins, gpus = task.pins, task.num_gpus
+    if gpus < 1:
+        raise ConfigError(f"--gpus {gpus} must be at least 1, the nearest legal value")
+    if task.rows < 1:
+        raise ConfigError(
+            f"a batch of {task.tokens:,} tokens has no row of {task.seq_len:,}; the nearest is "
+            f"--global-batch-tokens {task.seq_len}"
+        )
+    for axis in ("tp", "cp", "pp", "dp_replicate", "dp_shard"):
+        size = getattr(pins, axis)
+        if size is not None and gpus % size:
+            near = min(divisors(gpus), key=lambda d: abs(d - size))
+            raise ConfigError(
+                f"--{axis.replace('_', '-')} {size} must divide --gpus {gpus}; the nearest legal "
+                f"value is {near}"
+            )
+    if pins.tp is not None and (broken := tensor_problem(task, pins.tp)):
+        legal = [tp for tp in divisors(gpus) if not tensor_problem(task, tp)]
+        near = min(legal, key=lambda tp: abs(tp - pins.tp))
+        dims = task.dims
+        raise ConfigError(
+            f"--tp {pins.tp}: {REASONS[broken]} (heads {dims.num_heads}, key/value heads "
+            f"{dims.num_kv_heads}, MLP {dims.d_ff}, vocabulary {dims.vocab_size}); the nearest "
+            f"legal value is {near}"
+        )
+    device = task.cluster.accelerator
+    precision = pins.precision or default_precision(task.cluster)
+    device.peak_flops_per_s(precision)
