@@ -28,8 +28,9 @@ from stepwell.parallel.fp8_layers import (
 )
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
-from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
+from stepwell.parallel.schedules import next_micro_batches
 from stepwell.plan.adapters import Share, largest_target, share_of_block, share_of_root
+from stepwell.plan.pieces import most_in_flight
 from stepwell.plan.shards import Held, held_by_block, parts_of_rank
 from stepwell.sections.model import ModelConfig
 
@@ -132,21 +133,10 @@ def _micro_batches(run: Run, axes: AxisSizes) -> int:
 
 
 def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -> int:
-    """How many (stage, micro-batch) pairs of a rank wait for their backward pass at most.
-
-    1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) p + 2 (p - rank - 1), and the one
-    at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage, and one that waits for its
-    weights' gradients (2401.10241).
-    """
-    layout, p, m = run.layout, axes.pp, num_micro_batches
-    v = layout.pp_stages_per_rank
-    if layout.pp_schedule == "gpipe":
-        return v * m
-    if layout.pp_schedule in ZERO_BUBBLE:
-        return min(v * m, 2 * p + 1)
-    if layout.pp_schedule == "1f1b":
-        return min(m, p - pp_rank)
-    return min(v * m, (v - 1) * p + 2 * (p - pp_rank - 1) + 1)
+    """How many (stage, micro-batch) pairs of a rank wait for their backward pass at most."""
+    layout = run.layout
+    stages = layout.pp_stages_per_rank
+    return most_in_flight(layout.pp_schedule, axes.pp, stages, pp_rank, num_micro_batches)
 
 
 def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, int, int]:
