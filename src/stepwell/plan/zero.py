@@ -67,7 +67,7 @@ class ZeroTable:
             f"{16 * self.parameters / GB:,.0f} GB of weights, gradients and optimiser state, on "
             f"{self.num_gpus} x {self.gpu} ({self.gpu_bytes / GB:.0f} GB each)"
         )
-        table = [
+        table: list[tuple[str, ...]] = [
             (
                 "",
                 "weights",
@@ -76,7 +76,7 @@ class ZeroTable:
                 "GB a GPU",
                 "fits",
                 "sent",
-                "NVLink",
+                "in machine",
                 "network",
             )
         ]
