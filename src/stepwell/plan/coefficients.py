@@ -1,7 +1,7 @@
 """What a machine gives of its peaks: the few numbers that the step time was fitted with. No torch.
 
-Each is physical and the same for every model, program and source. `docs/planner-calibration.md` says
-how each was found and how well the whole predicts runs that the fit has not seen.
+Each is physical and the same for every model, program and source. `docs/planner-calibration.md`
+says how each was found and how well the whole predicts runs that the fit has not seen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
     "a100-80g-pcie": (252.9, None),
     "a800": (271.2, None),
     "h100-sxm": (794.5, 1402.6),
+    # Not measured: h100-sxm's by the square root of its limit of 500 W in 700.
+    "h100-96g-hbm2e-500w": (671.5, 1185.4),
     "h200": (794.5, 1453.4),
     "gh200": (828.6, 1535.0),
     "b200": (1745.0, 3432.5),
@@ -32,24 +34,27 @@ MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
 @dataclass(frozen=True)
 class Coefficients:
     """matmul_*: share of the device's fastest measured product that the products of a block reach,
-    in 16, 8 and 4 bits. unmeasured: that fastest product as a share of the peak, for devices on which
-    nobody has measured it. attention_*: of attention that keeps its scores on the chip, as a share of
-    the 16-bit product rate, by generation. memory: share of the memory's bandwidth that operations
-    reach which only move bytes. short_product: length of the summed dimension at which a product has
-    half its rate. scaleup, network: share of a link's rate that collectives reach. hop_s: time of a
-    message from one machine to the next, and a tenth of it inside one. launch_s: of the host, for a
-    kernel. contention: of communication that is hidden, the share by which it slows what hides it.
-    straggling: share by which a step grows with each doubling of the GPUs."""
+    in 16, 8 and 4 bits. unmeasured: that fastest product as a share of the peak, for devices on
+    which nobody has measured it. attention: of attention that keeps its scores on the chip, as a
+    share of the fastest 16-bit product, by kernels written for the device's generation; what of that
+    is left with kernels of an older one (attention_older) and with Triton's (attention_triton).
+    memory:
+    share of the memory's bandwidth that operations reach which only move bytes. eager: bytes moved
+    where these operations are not fused, over bytes where they are. scaleup, network: share of a
+    link's rate that collectives reach. hop_s: time of a message from one machine to the next.
+    launch_s: of the host, for a kernel. contention: of communication that is hidden, the share by
+    which it slows what hides it. straggling: share by which a step grows with each doubling of the
+    GPUs."""
 
     matmul_16: float
     matmul_8: float
     matmul_4: float
     unmeasured: float
-    attention_ampere: float
-    attention_hopper: float
-    attention_blackwell: float
+    attention: float
+    attention_older: float
+    attention_triton: float
     memory: float
-    short_product: float
+    eager: float
     scaleup: float
     network: float
     hop_s: float
@@ -69,11 +74,11 @@ SHIPPED = Coefficients(
     matmul_8=0.8,
     matmul_4=0.7,
     unmeasured=0.8,
-    attention_ampere=0.55,
-    attention_hopper=0.55,
-    attention_blackwell=0.6,
+    attention=0.6,
+    attention_older=0.6,
+    attention_triton=0.7,
     memory=0.8,
-    short_product=128.0,
+    eager=1.8,
     scaleup=0.7,
     network=0.7,
     hop_s=15e-6,

@@ -3,7 +3,8 @@ step's affair. No torch.
 
 A ring passes a group's bytes through every machine's border once, on as many network cards as the
 group has ranks there: its rate is the smaller of the scale-up links' and the network's times those
-ranks. An exchange sends every rank's share through its own card.
+ranks. An exchange sends every rank's share through its own card, each token once to a machine that
+has any of its experts (DeepSeek-V3, 2412.19437, 3.2.2).
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ class Flow:
         return self.scaleup_s / scaleup + self.network_s / network + self.hops * hop_s
 
 
-def flows(sent: Iterable[Sent], machines: Cluster) -> tuple[Flow, ...]:
+def flows(sent: Iterable[Sent], machines: Cluster, copies: int = 1) -> tuple[Flow, ...]:
+    """copies: experts that a token goes to."""
     table: dict[tuple[str, str], list[float]] = {}
     for one in sent:
         sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0])
-        for i, value in enumerate(_one(one, machines)):
+        for i, value in enumerate(_one(one, machines, copies)):
             sums[i] += one.calls * value
     return tuple(Flow(axis, phase, *sums) for (axis, phase), sums in table.items())
 
 
-def _one(sent: Sent, machines: Cluster) -> tuple[float, float, float]:
+def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, float]:
     """Of one call."""
     near = min(sent.num_ranks, max(1, machines.scaleup_gpus // sent.stride))
     num_bytes = sent.wire_bytes
@@ -55,10 +57,11 @@ def _one(sent: Sent, machines: Cluster) -> tuple[float, float, float]:
     if near >= sent.num_ranks:
         return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
     if sent.kind == "all-to-all":
-        leaving = num_bytes * (sent.num_ranks - near) / (sent.num_ranks - 1)
-        staying = num_bytes - leaving
-        network_s = leaving / machines.network_bytes_per_s
-        return staying / machines.scaleup_bytes_per_s, network_s, hops
+        domains = sent.num_ranks / near
+        reached = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
+        whole = num_bytes * sent.num_ranks / (sent.num_ranks - 1)
+        network_s = whole * reached / copies / machines.network_bytes_per_s
+        return num_bytes / machines.scaleup_bytes_per_s, network_s, hops
     network_rate = near * machines.network_bytes_per_s
     if network_rate < machines.scaleup_bytes_per_s:
         return 0.0, num_bytes / network_rate, hops

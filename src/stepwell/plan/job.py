@@ -116,13 +116,14 @@ class Arrangement:
     sequence_parallel: tensor ranks divide tokens between their products. zero, offload: as in
     LayoutConfig, OffloadConfig. precision: of products; recipe: of 8-bit scales. flash: attention
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
-    overlap_data: data ranks beside the passes. native_attention: by kernels
-    written for the device (cuDNN, FlashAttention on the generation it was written for).
+    overlap_data: data ranks beside the passes. attention_kernel:
+    native: written for the device's generation (cuDNN); older: for Ampere (FlashAttention-2);
+    triton: Triton's.
     trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
     gradient_precision: of gradients as they are summed; moment_precision: where it is not that of
     the masters. step_bytes: a parameter of a rank's part, that the optimiser holds only while it
     steps. bucket_elements: gradients that are copied together to be summed. compiled_loss: with
-    `compiled`, whether the loss is, too. expandable_segments: of torch's allocator.
+    `compiled`, whether the loss is, too.
     partitioned_activations: tensor ranks divide what "full" keeps. imbalance: tokens of the busiest
     rank's experts over the mean; 1 where a benchmark forces it.
     loss_chunk_tokens: whose logits are there
@@ -156,7 +157,7 @@ class Arrangement:
     offload_activations: bool = False
     overlap_tp: bool = False
     overlap_data: bool = True
-    native_attention: bool = False
+    attention_kernel: Literal["native", "older", "triton"] = "older"
     program: Program = "stepwell"
     trained_share: float = 1.0
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
@@ -166,7 +167,6 @@ class Arrangement:
     step_bytes: int = 0
     bucket_elements: int = 0
     compiled_loss: bool = True
-    expandable_segments: bool = True
     partitioned_activations: bool = False
     imbalance: float = 1.3
     release_gradients: bool = False

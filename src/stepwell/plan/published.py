@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from stepwell.hardware import GIB
 from stepwell.plan.cluster import GBIT, Cluster, cluster
+from stepwell.plan.habits import habits
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, Program, Recompute
 from stepwell.types import ConfigError, DataError, nearest
 
@@ -29,6 +30,10 @@ REQUIRED = (
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib")
 # Other programs' names of devices whose own name is not in `hardware`.
 ALIASES = {"blackwell-184gib": "gb200"}
+# Words of notes that say that element-wise operations are fused (a compiler, or fused kernels), and
+# that attention is a kernel written for the device.
+FUSED = r"\bcompile|JAX|XLA|TE[;+ ]|Megatron"
+NATIVE = r"JAX|XLA|TE[;+ ]|Megatron"
 # Of adapters whose rank is not printed: 16 on every matrix of a 7B is .5 %.
 ADAPTER_SHARE = 0.005
 
@@ -192,9 +197,9 @@ def _step_s(cells: dict[str, str], job: Job) -> float | None:
 
 
 def _memory_unit(cells: dict[str, str]) -> float:
-    """Sources that print GB of a tool that counts in GiB are told apart by mem_kind; nvidia-smi
-    counts in MiB, whatever it is called afterwards."""
-    return 1e9 if cells.get("mem_kind", "").startswith("unspecified (GB") else float(GIB)
+    """The tools that measure count in units of 1,024, whatever they are called when printed. (Where
+    InternEvo prints "GB", weights of 40.2e9 bytes are 39.)"""
+    return float(GIB)
 
 
 # --- model -----------------------------------------------------------------------------------
@@ -260,7 +265,8 @@ def _job(cells: dict[str, str]) -> Job:
     device = machines.accelerator
     # What has a rate on the device only under another name computes in 16 bits.
     device.peak_flops_per_s(precision)
-    sft = cells.get("workload") == "lora"
+    program, flash = _program(cells, zero), cells["attention"] != "no-flash"
+    megatron = program == "megatron"
     layout = Arrangement(
         seq_len=_count(cells, "seq_len"),
         micro_batch_rows=rows,
@@ -279,15 +285,20 @@ def _job(cells: dict[str, str]) -> Job:
         precision=precision,
         recipe=recipe,
         recompute=_recompute(cells),
-        flash=cells["attention"] != "no-flash",
-        compiled=not re.search(r"\beager\b|non-compile", notes),
+        flash=flash,
+        compiled=megatron or bool(re.search(FUSED, notes)),
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
-        overlap_tp="AsyncTP" in notes or (_modern(cells, zero) and tp > 1),
-        overlap_data=_program(cells, zero) == "fsdp" or cells["attention"] != "no-flash",
-        program=_program(cells, zero),
-        trained_share=ADAPTER_SHARE if sft else 1.0,
+        overlap_tp="AsyncTP" in notes or (megatron and flash and cells.get("sp") == "true"),
+        overlap_data=flash or not megatron,
+        attention_kernel=_attention_kernel(megatron, notes),
+        gradient_precision="bf16" if "PURE" in notes or (megatron and flash) else "fp32",
+        state_precision="bf16" if "PURE" in notes else "fp32",
+        program=program,
+        trained_share=ADAPTER_SHARE if cells.get("workload") == "lora" else 1.0,
     )
-    return Job(dims, layout, machines)
+    known = bool(cells["activation_checkpointing"])
+    source = cells.get("source_key") or cells.get("source", "")
+    return Job(dims, habits(layout, dims, source, notes, known), machines)
 
 
 def _zero(cells: dict[str, str], dp: int) -> tuple[int, int]:
@@ -316,10 +327,10 @@ def _program(cells: dict[str, str], zero: int) -> Program:
     return "fsdp" if zero >= 2 or "FSDP" in cells.get("notes", "") else "megatron"
 
 
-def _modern(cells: dict[str, str], zero: int) -> bool:
-    """Megatron with fused attention: since then it communicates beside computing."""
-    megatron = _program(cells, zero) == "megatron"
-    return megatron and cells["attention"] != "no-flash" and cells.get("sp", "") == "true"
+def _attention_kernel(megatron: bool, notes: str) -> Literal["native", "older", "triton"]:
+    if "triton/flash" in notes or "triton attention" in notes:
+        return "triton"
+    return "native" if megatron or re.search(NATIVE, notes) else "older"
 
 
 # --- machines --------------------------------------------------------------------------------

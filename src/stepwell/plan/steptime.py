@@ -7,14 +7,14 @@ of the communication nothing hides, the bubble, the optimiser.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from stepwell.plan.coefficients import SHIPPED, Coefficients, fastest_matmul, generation, peak
-from stepwell.plan.comms import collectives
+from stepwell.plan.comms import Sent, collectives
 from stepwell.plan.flows import Flow, flows
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.work import Pass, Piece, Product, Work, work_of
+from stepwell.plan.work import Pass, Product, Work, work_of
 
 # Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the three
 # written, the gradient's norm read before, the 16-bit copy written.
@@ -22,10 +22,13 @@ ADAMW_BYTES = 34.0
 ADAMW_8BIT_BYTES = 22.0
 # A 32-bit sum of gradients over micro-batches: read and written.
 ACCUMULATE_BYTES = 8.0
-# Reads and writes for one value brought to 8 bits, beyond delayed scaling's, by recipe.
-CAST_FACTOR = {"tensorwise": 1.25, "rowwise": 1.5, "mxfp8": 1.25, "nvfp4": 1.25, "none": 1.0}
+# Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
+# computes it except where its scale needs a pass of its own.
+CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 5.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
 # Share of tensor ranks' communication that products hide where a program overlaps them.
 TENSOR_HIDDEN = 0.6
+# Length of the summed dimension at which a product has half its rate: its start and its end.
+SHORT_PRODUCT = 64.0
 # Pauses between kernels on the device.
 KERNEL_GAP_S = 2e-6
 
@@ -82,7 +85,18 @@ class Ledger:
 
 
 def ledger(job: Job) -> Ledger:
-    return Ledger(job, work_of(job), flows(collectives(job), job.cluster))
+    copies = job.dims.experts.top_k if job.dims.experts else 1
+    sent = collectives(job)
+    if job.layout.trained_share < 1:
+        sent = [_of_trained(one, job.layout.trained_share) for one in sent]
+    return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
+
+
+def _of_trained(sent: Sent, share: float) -> Sent:
+    """Gradients, and weights that the optimiser has changed, are the trained ones'."""
+    if sent.purpose in ("reduce gradients", "sum replicas") or sent.phase == "optimizer":
+        return replace(sent, num_bytes=int(sent.num_bytes * share))
+    return sent
 
 
 def predict_step(job: Job, coefficients: Coefficients = SHIPPED) -> StepTime:
@@ -101,13 +115,13 @@ class Rates:
     low: float
     flash: float
     memory: float
-    short_product: float
+    unfused: float
     launch_s: float
     cast_factor: float
 
     def product_s(self, p: Product) -> float:
         rate = (self.low if p.low else self.sixteen) * p.fill
-        rate *= p.summed / (p.summed + self.short_product)
+        rate *= p.summed / (p.summed + SHORT_PRODUCT)
         return max(p.flops / rate, p.num_bytes / self.memory)
 
 
@@ -121,17 +135,17 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
     if layout.precision == "fp8":
         bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
         low = fastest_matmul(device, bits, c.unmeasured) * share
-    flash = {
-        "ampere": c.attention_ampere,
-        "volta": c.attention_ampere,
-        "blackwell": c.attention_blackwell,
-    }.get(generation(device), c.attention_hopper)
+    flash = c.attention
+    if layout.attention_kernel != "native" and generation(device) not in ("volta", "ampere"):
+        flash *= c.attention_older
+    if layout.attention_kernel == "triton":
+        flash *= c.attention_triton
     return Rates(
         sixteen,
         low,
         flash * fastest_matmul(device, 16, c.unmeasured),
         device.bandwidth_bytes_per_s * c.memory,
-        c.short_product,
+        1.0 if layout.compiled else c.eager,
         c.launch_s,
         CAST_FACTOR.get(layout.recipe, 1.0),
     )
@@ -163,7 +177,7 @@ def pass_seconds(one: Pass, rates: Rates) -> Seconds:
     """The host launches kernels ahead; where it takes longer than they do, they wait for it."""
     products = sum(rates.product_s(p) for p in one.products)
     attention = sum(rates.product_s(p) for p in one.scores) + one.flash_flops / rates.flash
-    memory = one.moved_bytes / rates.memory
+    memory = (one.moved_bytes + one.fusible_bytes * rates.unfused) / rates.memory
     casts = sum(p.cast_bytes for p in one.products) * rates.cast_factor / rates.memory
     gaps = one.num_kernels * KERNEL_GAP_S
     busy = products + attention + memory + casts + gaps
@@ -253,7 +267,8 @@ def _optimizer(job: Job, work: Work, rates: Rates) -> float:
     link = job.cluster.pcie_bytes_per_s
     offload = own * 4.0 / link if layout.offload_optimizer else 0.0
     sums = 0.0
-    if not layout.reduce_every_micro_batch:
+    # Megatron's products add to the sum themselves.
+    if not layout.reduce_every_micro_batch and layout.program != "megatron":
         sums = layout.num_micro_batches * work.trained_parameters * ACCUMULATE_BYTES
     return own * each / rates.memory + sums / rates.memory + offload
 
@@ -287,8 +302,8 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
         else:
             open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
             windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
-        hidden += seconds - open_s
-        axis = "data" if flow.axis.startswith("dp_") else flow.axis
+        axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
+        hidden += seconds - open_s if axis == "data" else 0.0
         exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
     exposed["contention"] = c.contention * hidden
     return exposed

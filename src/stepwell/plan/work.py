@@ -22,8 +22,13 @@ HALF = 2  # bytes of a 16-bit value
 LOGIT_BYTES = 28.0
 # Bytes of one attention score where scores are written: products, mask and softmax, dropout.
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 9.0, 11.0
+# Elements of a head that cost as much as the exponential of its score; rates are of heads of 128
+# (FlashAttention-2's rates at 64 and 128, 2307.08691, figure 4).
+EXPONENTIAL = 27.0
 # Kernels of a block's forward pass, with fused element-wise operations and without.
-KERNELS_FUSED, KERNELS_EAGER, KERNELS_EXPERTS = 16, 32, 50
+KERNELS_FUSED, KERNELS_EAGER = 16, 32
+# Of routing, sorting and exchanging tokens, and for each expert that a rank has.
+KERNELS_ROUTING, KERNELS_EXPERT = 60, 4
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,14 @@ class Product:
 @dataclass(frozen=True)
 class Pass:
     """scores: the products of attention that writes its scores to memory. flash_flops: of attention
-    that keeps them on the chip. moved_bytes: through memory by all that is no product."""
+    that keeps them on the chip. moved_bytes: through memory by all that is no product; fusible_bytes:
+    by what a compiler fuses."""
 
     products: tuple[Product, ...]
     scores: tuple[Product, ...]
     flash_flops: float
     moved_bytes: float
+    fusible_bytes: float
     num_kernels: float
 
     @property
@@ -65,7 +72,7 @@ class Piece:
     again: Pass | None
 
 
-NOTHING = Pass((), (), 0.0, 0.0, 0.0)
+NOTHING = Pass((), (), 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def work_of(job: Job) -> Work:
     )
     head = _head(dims, layout, processors, tokens)
     moved = tokens * dims.d_model * HALF
-    embedding = Pass((), (), 0.0, 3 * moved, 6)
+    embedding = Pass((), (), 0.0, 3 * moved, 0.0, 6)
     local = _local_parameters(dims, layout, fullest)
     return Work(blocks, head, embedding, local, local * layout.trained_share)
 
@@ -151,7 +158,7 @@ def _product(rows: int, columns: int, summed: int, processors: int, low: bool, b
         summed=summed,
         low=low,
         num_bytes=HALF * batch * (operands + rows * columns),
-        cast_bytes=batch * operands * 2.0 if low else 0.0,
+        cast_bytes=batch * operands if low else 0.0,
     )
 
 
@@ -175,7 +182,7 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
     num_kernels = KERNELS_FUSED if layout.compiled else KERNELS_EAGER
     if experts and dims.experts:
         matrices += _expert_matrices(dims, layout, processors, tokens, low)
-        num_kernels += KERNELS_EXPERTS
+        num_kernels += KERNELS_ROUTING + KERNELS_EXPERT * dims.experts.num_experts / layout.ep
     else:
         matrices += _mlp(dims, dims.d_ff // tp, tokens, processors, low)
     moved = _moved_bytes(dims, layout, tokens, experts)
@@ -184,7 +191,8 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         tuple(m[0] for m in matrices),
         tuple(s[0] for s in scores),
         flash,
-        moved[0] + num_scores * SCORE_BYTES_FORWARD,
+        num_scores * SCORE_BYTES_FORWARD,
+        moved[0],
         num_kernels,
     )
     trained = 1 if layout.trained_share > 0.5 else 0
@@ -192,7 +200,8 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         tuple(p for m in matrices for p in m[1 : 2 + trained]),
         tuple(p for s in scores for p in s[1:]),
         2.5 * flash,
-        moved[1] + num_scores * SCORE_BYTES_BACKWARD,
+        num_scores * SCORE_BYTES_BACKWARD,
+        moved[1],
         1.5 * num_kernels,
     )
     return Piece(forward, backward, _again(layout, forward, matrices, num_scores))
@@ -223,7 +232,6 @@ def _moved_bytes(dims: Dims, layout: Arrangement, tokens: int, experts: bool):
     """Forward and backward: norms and residual sums (each reads and writes rows of d_model),
     rotation of queries and keys, the MLP's activation; of experts, sorting tokens and back."""
     d = dims.d_model / (layout.tp if layout.sequence_parallel else 1)
-    eager = 1.0 if layout.compiled else 1.8
     heads = (dims.q_width + dims.kv_width) / layout.tp
     rotated = 2 * heads if dims.learned_positions == 0 else 0
     wide = dims.d_ff / layout.tp
@@ -235,7 +243,7 @@ def _moved_bytes(dims: Dims, layout: Arrangement, tokens: int, experts: bool):
     gated = dims.mlp == "swiglu"
     forward = 10 * d + rotated + (3 if gated else 2) * wide
     backward = 12 * d + rotated + (5 if gated else 3) * wide
-    return eager * HALF * tokens * forward, eager * HALF * tokens * backward
+    return HALF * tokens * forward, HALF * tokens * backward
 
 
 def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
@@ -243,7 +251,9 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
     (all of them), and how many are written."""
     pairs = tokens * layout.seq_len
     if layout.flash:
-        return 2.0 * pairs * dims.q_width / layout.tp, (), 0.0
+        # A score's exponential costs as much as some products' elements.
+        narrow = (1 + EXPONENTIAL / dims.head_dim) / (1 + EXPONENTIAL / 128)
+        return 2.0 * pairs * dims.q_width / layout.tp * narrow, (), 0.0
     heads = layout.micro_batch_rows * dims.num_heads / layout.tp
     own, s, e = layout.seq_len // layout.cp, layout.seq_len, dims.head_dim
     queries_keys = (
@@ -270,10 +280,11 @@ def _again(layout: Arrangement, forward: Pass, matrices, num_scores: float):
         return scaled(forward, {"every": 1 / layout.recompute_every, "budget": 0.5}.get(mode, 1.0))
     if layout.program == "megatron":
         written = num_scores * SCORE_BYTES_FORWARD
-        return Pass((), forward.scores, 0.0, written, 6 if num_scores else 0)
+        return Pass((), forward.scores, 0.0, written, 0.0, 6 if num_scores else 0)
     kept = matrices[1::2] if layout.program == "fsdp" else ()
     products = tuple(m[0] for m in kept)
-    return Pass(products, forward.scores, 0.0, forward.moved_bytes, forward.num_kernels / 2)
+    moved = forward.moved_bytes, forward.fusible_bytes
+    return Pass(products, forward.scores, 0.0, *moved, forward.num_kernels / 2)
 
 
 def scaled(one: Pass, share: float) -> Pass:
@@ -288,6 +299,7 @@ def scaled(one: Pass, share: float) -> Pass:
         tuple(part(p) for p in one.scores),
         one.flash_flops * share,
         one.moved_bytes * share,
+        one.fusible_bytes * share,
         one.num_kernels * share,
     )
 
@@ -299,7 +311,7 @@ def _head(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piec
     moved = tokens * wide * LOGIT_BYTES / 2
     trained = (of_weights,) if layout.trained_share > 0.5 else ()
     return Piece(
-        Pass((forward,), (), 0.0, moved, 10),
-        Pass((of_input, *trained), (), 0.0, moved, 10),
+        Pass((forward,), (), 0.0, moved, 0.0, 10),
+        Pass((of_input, *trained), (), 0.0, moved, 0.0, 10),
         None,
     )
