@@ -225,6 +225,8 @@ def _selective(
         heads = a * (2 * at.query + 2 * at.key) + w * at.heads
         mlp = 2 * a * inner + written
         return Modules(a * at.part, heads + written, mlp), written
+    if layout.recipe == "nvfp4":  # whose products are no operators that torchtitan's list names
+        return Modules(a * at.part, a * at.query + w * at.heads, 0.0), 0.0
     # torchtitan keeps attention and every second product: wq, wv, w1, w2.
     heads = a * (2 * at.query + at.key) + w * at.heads
     return Modules(a * at.part, heads, a * (inner + at.wide)), a * at.wide

@@ -19,42 +19,37 @@ from stepwell.plan.pieces import ranks_to_try
 @dataclass(frozen=True)
 class Footprint:
     """items: bytes of tensors on the GPU at the worst moment, which is in `phase`, on pipeline rank
-    pp_rank. fragmentation: lost between them. cached: what the allocator holds of other moments and
-    would give back. context, communicators: beside the allocator. host: bytes of this rank in the
-    host's memory.
+    pp_rank. fragmentation: blocks that other moments have freed and this one cannot use. context,
+    communicators: beside the allocator. host: bytes of this rank in its machine's memory.
     """
 
     phase: str
     pp_rank: int
     items: dict[str, float]
     fragmentation: float
-    cached: float
     context: float
     communicators: float
     host: dict[str, float] = field(default_factory=dict)
 
     @property
     def allocated(self) -> float:
-        """torch.cuda.max_memory_allocated"""
+        """As torch.cuda.max_memory_allocated."""
         return sum(self.items.values())
 
     @property
     def reserved(self) -> float:
-        """torch.cuda.max_memory_reserved"""
-        return self.allocated + self.fragmentation + self.cached
+        """As torch.cuda.max_memory_reserved."""
+        return self.allocated + self.fragmentation
 
     @property
     def nvidia_smi(self) -> float:
-        """What the driver says is used."""
+        """What the driver says is used: all that the GPU must have."""
         return self.reserved + self.context + self.communicators
 
-    @property
-    def total(self) -> float:
-        """What the GPU must have."""
-        return self.allocated + self.fragmentation + self.context + self.communicators
+    total = nvidia_smi
 
     def measured_as(self, kind: str) -> float:
-        """By the published table's names of what was measured."""
+        """By the published tables' words for what was measured."""
         if "reserved" in kind:
             return self.reserved
         if "allocated" in kind or "active" in kind:
@@ -98,18 +93,14 @@ def _of_rank(
     moments = moments_of(rank)
     totals = {name: sum(items.values()) for name, items in moments.items()}
     phase = max(totals, key=lambda name: totals[name])
-    cached = 0.0
-    if not job.layout.expandable_segments:
-        # Blocks of one size seldom serve another: each kind of tensor keeps its own.
-        kinds = {kind for items in moments.values() for kind in items}
-        largest = sum(max(items.get(kind, 0.0) for items in moments.values()) for kind in kinds)
-        cached = largest - totals[phase]
+    # Each kind of tensor keeps blocks of its own sizes.
+    kinds = {kind for items in moments.values() for kind in items}
+    largest = sum(max(items.get(kind, 0.0) for items in moments.values()) for kind in kinds)
     return Footprint(
         phase=phase,
         pp_rank=pp_rank,
         items={kind: size for kind, size in moments[phase].items() if size},
-        fragmentation=coefficients.fragmentation * totals[phase],
-        cached=cached,
+        fragmentation=coefficients.fragmentation * (largest - totals[phase]),
         context=coefficients.context_bytes,
         communicators=coefficients.group_bytes * _num_groups(job.layout),
         host=host_of(rank),
@@ -117,6 +108,12 @@ def _of_rank(
 
 
 def _num_groups(layout: Arrangement) -> int:
-    """Communicators of a rank: one for each axis that has several ranks, and one of all."""
+    """Communicators of a rank: one of all ranks, one for each axis that has several. Megatron has
+    two more, of the ranks of a model and of its ends."""
+    if layout.num_gpus == 1:
+        return 0
     axes = (layout.tp, layout.cp, layout.pp, layout.dp_shard, layout.dp_replicate, layout.ep)
-    return sum(size > 1 for size in axes) + 1 if layout.num_gpus > 1 else 0
+    num = 1 + sum(size > 1 for size in axes)
+    if layout.program == "megatron":
+        num += (layout.tp * layout.pp > 1) + (layout.pp > 1)
+    return num

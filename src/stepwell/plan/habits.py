@@ -44,7 +44,7 @@ def _usual_recompute(layout: Arrangement) -> str:
 def _deepspeed(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Megatron-DeepSpeed on V100s: gradients stay in fp16; the step copies a rank's part of them,
     and widens it (zero/stage_1_and_2.py, `single_grad_partition`)."""
-    facts: dict[str, Any] = {"gradient_precision": "bf16", "expandable_segments": False}
+    facts: dict[str, Any] = {"gradient_precision": "bf16"}
     if "Megatron-LM" in notes:
         return facts
     facts |= {"step_bytes": 6, "bucket_elements": DEEPSPEED_BUCKET}
@@ -63,7 +63,7 @@ def _megatron_papers(layout: Arrangement, dims: Dims, notes: str) -> dict[str, A
 
 def _llm_foundry(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Its loss is a fused kernel: logits and their gradient in the compute dtype."""
-    return {"compiled_loss": True, "expandable_segments": False}
+    return {"compiled_loss": True}
 
 
 def _internevo(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
@@ -72,7 +72,6 @@ def _internevo(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     return {
         "gradient_precision": "bf16",
         "step_bytes": 12 if layout.program == "fsdp" else 14,
-        "expandable_segments": False,
         "compiled": False,
         "compiled_loss": False,
     }

@@ -11,15 +11,19 @@ from stepwell.hardware import GIB
 
 @dataclass(frozen=True)
 class MemoryCoefficients:
-    """context_bytes: the driver's and the libraries' own, per process. group_bytes: a
-    communicator's buffers, per group of ranks. fragmentation: the part of what is allocated that
-    the allocator reserves beyond it. margin: the part of the usable memory that `fits` leaves
-    free."""
+    """context_bytes: of the driver and the libraries, a process. group_bytes: a communicator's
+    buffers, for each group that a rank is in. fragmentation: of the blocks that the allocator has
+    from a step's other moments, the part that its worst moment cannot use. margin: the part of the
+    usable memory that `fits` leaves free."""
 
-    context_bytes: float = 0.9 * GIB
-    group_bytes: float = 0.25 * GIB
-    fragmentation: float = 0.06
-    margin: float = 0.02
+    context_bytes: float
+    group_bytes: float
+    fragmentation: float
+    margin: float
 
 
-SHIPPED = MemoryCoefficients()
+# context_bytes: measured by BigScience (experiments/tr3m-1B3.md), 1113 MiB on both V100s. The next
+# two: `plan/memory_validation.fit` on plan/data/published_runs.csv (docs/memory.md). margin: ours.
+SHIPPED = MemoryCoefficients(
+    context_bytes=1113 * 2**20, group_bytes=0.48 * GIB, fragmentation=0.76, margin=0.01
+)

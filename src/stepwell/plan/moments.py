@@ -161,7 +161,8 @@ def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
 def _workspace(dims: Dims, layout: Arrangement) -> float:
     """The most that a block's backward pass holds besides what was saved (plan/sizes)."""
     a, at = compute_bytes(layout), tokens_of(dims, layout)
-    gathered = 2 * a * at.wide if layout.tp > 1 else 0.0
+    divides = layout.sequence_parallel or layout.program == "stepwell"
+    gathered = 2 * a * at.wide if layout.tp > 1 and divides else 0.0
     mlp = 2 * a * at.num_tokens * dims.d_ff / layout.tp + gathered
     attention = a * (at.query + 2 * (at.query + 2 * at.key)) + gathered
     norm = 0.0 if layout.compiled else (4 if a < 4 else 3) * 4 * at.part
@@ -290,7 +291,7 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
             return 0.0, chunk * vocab * 2 * a  # logits and their gradient
         # log-softmax and the two gradients; on divided logits also a one-hot and its exponential
         return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
-    keep = num * dims.vocab_size * a <= KEEP_LOGITS_BYTES
+    keep = num * vocab * a <= KEEP_LOGITS_BYTES
     logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
     piece = min(LOSS_SLICE_BYTES // 4, chunk * vocab)
     p = master_bytes(layout)
