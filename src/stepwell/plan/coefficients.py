@@ -11,25 +11,28 @@ from dataclasses import dataclass, fields, replace
 from stepwell.hardware import TERA, Accelerator
 
 # Fastest dense product measured, TFLOP/s in 16 and 8 bits: Stas Bekman, "Machine Learning
-# Engineering", compute/accelerator (MAMF finder).
+# Engineering", compute/accelerator (MAMF finder). Two are not measured but follow from a sibling by
+# the square root of the power limits: h100-96g-hbm2e-500w (500 W, h100-sxm's are 700 W) and gb300
+# (1400 W, gb200's are 1200 W).
 MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
     "a100-40g": (271.2, None),
     "a100-80g": (271.2, None),
     "a100-80g-pcie": (252.9, None),
     "a800": (271.2, None),
     "h100-sxm": (794.5, 1402.6),
-    # Not measured: h100-sxm's by the square root of its limit of 500 W in 700.
     "h100-96g-hbm2e-500w": (671.5, 1185.4),
     "h200": (794.5, 1453.4),
     "gh200": (828.6, 1535.0),
     "b200": (1745.0, 3432.5),
     "gb200": (1822.0, 3615.6),
     "b300": (1769.0, 3353.3),
+    "gb300": (1968.0, 3905.3),
     "mi300x": (668.4, None),
     "mi325x": (784.9, None),
     "mi355x": (1565.0, None),
 }
-
+# 4-bit rate over the 8-bit one (vendor's datasheets; 3 on Blackwell Ultra).
+FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -70,21 +73,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.9,
-    matmul_8=0.8,
-    matmul_4=0.7,
-    unmeasured=0.8,
-    attention=0.6,
-    attention_older=0.6,
-    attention_triton=0.7,
-    memory=0.8,
-    eager=1.8,
-    scaleup=0.7,
-    network=0.7,
-    hop_s=15e-6,
-    launch_s=6e-6,
-    contention=0.2,
-    straggling=0.003,
+    matmul_16=0.904,
+    matmul_8=0.904,
+    matmul_4=0.659,
+    unmeasured=0.652,
+    attention=0.504,
+    attention_older=0.541,
+    attention_triton=0.804,
+    memory=0.825,
+    eager=2.36,
+    scaleup=0.628,
+    network=0.726,
+    hop_s=3.47e-05,
+    launch_s=2.72e-05,
+    contention=0.711,
+    straggling=0.00512,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
@@ -109,6 +112,8 @@ def generation(device: Accelerator) -> str:
 def fastest_matmul(device: Accelerator, bits: int, unmeasured: float) -> float:
     """FLOP/s of the fastest product in that many bits: measured if anybody has, else the share
     `unmeasured` of the peak."""
+    if bits == 4:
+        return FOUR_BITS.get(device.name, 2.0) * fastest_matmul(device, 8, unmeasured)
     sixteen, eight = MEASURED_MATMUL.get(device.name, (None, None))
     measured = {16: sixteen, 8: eight}.get(bits)
     if measured is not None:
@@ -117,9 +122,9 @@ def fastest_matmul(device: Accelerator, bits: int, unmeasured: float) -> float:
 
 
 def peak(device: Accelerator, bits: int) -> float:
-    """FLOP/s by the datasheet. 4 bits: twice 8 bits' on Blackwell."""
+    """FLOP/s by the datasheet, in 32, 16, 8 or 4 bits."""
     if bits == 16:
         return device.bf16_flops_per_s or device.peak_flops_per_s("fp16")
     if bits == 32:
         return device.peak_flops_per_s("fp32")
-    return device.peak_flops_per_s("fp8") * (2 if bits == 4 else 1)
+    return device.peak_flops_per_s("fp8") * (FOUR_BITS.get(device.name, 2.0) if bits == 4 else 1)

@@ -16,6 +16,8 @@ from math import log2
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.comms import Sent
 
+# Devices that are linked to each other in pairs, up to eight of them.
+UNSWITCHED = ("v100", "mi")
 # A message inside a machine takes this share of one between machines.
 NEAR_HOP = 0.1
 
@@ -55,7 +57,7 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
         return (0.0, num_bytes / rate, 1.0) if far else (num_bytes / rate, 0.0, NEAR_HOP)
     hops = _hops(sent, near)
     if near >= sent.num_ranks:
-        return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
+        return num_bytes / _scaleup_rate(machines, near), 0.0, hops
     if sent.kind == "all-to-all":
         domains = sent.num_ranks / near
         reached = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
@@ -66,6 +68,14 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
     if network_rate < machines.scaleup_bytes_per_s:
         return 0.0, num_bytes / network_rate, hops
     return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
+
+
+def _scaleup_rate(machines: Cluster, num_ranks: int) -> float:
+    """Without a switch a few ranks use the links among them only."""
+    peers = machines.scaleup_gpus - 1
+    if machines.accelerator.name.startswith(UNSWITCHED) and 1 < machines.scaleup_gpus <= 8:
+        return machines.scaleup_bytes_per_s * (num_ranks - 1) / peers
+    return machines.scaleup_bytes_per_s
 
 
 def _hops(sent: Sent, near: int) -> float:

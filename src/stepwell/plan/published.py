@@ -289,7 +289,7 @@ def _job(cells: dict[str, str]) -> Job:
         compiled=megatron or bool(re.search(FUSED, notes)),
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
         overlap_tp="AsyncTP" in notes or (megatron and flash and cells.get("sp") == "true"),
-        overlap_data=flash or not megatron,
+        overlap_data=flash,
         attention_kernel=_attention_kernel(megatron, notes),
         gradient_precision="bf16" if "PURE" in notes or (megatron and flash) else "fp32",
         state_precision="bf16" if "PURE" in notes else "fp32",

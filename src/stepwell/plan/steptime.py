@@ -209,6 +209,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     inner = m * (forward.total + backward.total + again.total)
     inner += sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
     parts["bubble"] = _bubble(layout, inner / m, ranks)
+    parts["exposed offload"] = _offload(job, forward.total + backward.total + again.total)
     parts["optimizer"] = _optimizer(job, work, rates)
     parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
     return _step_time(job, work, parts)
@@ -255,6 +256,22 @@ def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
     if layout.schedule == "interleaved-1f1b":
         return waits / layout.stages_per_rank
     return waits / 6 if layout.schedule in ("zbv", "dualpipev") else waits
+
+
+def _offload(job: Job, micro_batch_s: float) -> float:
+    """Blocks' inputs (all that they keep, unless they recompute) go to the host and back beside
+    computing; a rank's weights come from there for each pass."""
+    layout, dims = job.layout, job.dims
+    link, m = job.cluster.pcie_bytes_per_s, layout.num_micro_batches
+    seconds = 0.0
+    if layout.offload_activations:
+        kept = 1 if layout.recompute == "full" else 12
+        blocks = dims.num_layers / layout.pp
+        seconds += 2 * kept * 2.0 * layout.tokens_of_rank * dims.d_model * blocks / layout.tp / link
+    if layout.offload_parameters:
+        shards = layout.pp * layout.tp * layout.dp_shard * layout.cp
+        seconds += 2 * 2.0 * dims.parameters() / shards / link
+    return m * max(0.0, seconds - micro_batch_s)
 
 
 def _optimizer(job: Job, work: Work, rates: Rates) -> float:

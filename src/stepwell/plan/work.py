@@ -27,8 +27,9 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 9.0, 11.0
 EXPONENTIAL = 27.0
 # Kernels of a block's forward pass, with fused element-wise operations and without.
 KERNELS_FUSED, KERNELS_EAGER = 16, 32
-# Of routing, sorting and exchanging tokens, and for each expert that a rank has.
-KERNELS_ROUTING, KERNELS_EXPERT = 60, 4
+# Of routing, sorting and exchanging tokens; for each expert that a rank has, and if its inputs are
+# brought to low precision.
+KERNELS_ROUTING, KERNELS_EXPERT, KERNELS_EXPERT_LOW = 60, 1.5, 4.0
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
     num_kernels = KERNELS_FUSED if layout.compiled else KERNELS_EAGER
     if experts and dims.experts:
         matrices += _expert_matrices(dims, layout, processors, tokens, low)
-        num_kernels += KERNELS_ROUTING + KERNELS_EXPERT * dims.experts.num_experts / layout.ep
+        each = KERNELS_EXPERT_LOW if low else KERNELS_EXPERT
+        num_kernels += KERNELS_ROUTING + each * dims.experts.num_experts / layout.ep
     else:
         matrices += _mlp(dims, dims.d_ff // tp, tokens, processors, low)
     moved = _moved_bytes(dims, layout, tokens, experts)
