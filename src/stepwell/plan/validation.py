@@ -13,6 +13,7 @@ from typing import Any
 from stepwell.hardware import GIB
 from stepwell.plan.coefficients import SHIPPED, Coefficients
 from stepwell.plan.footprint import fits, footprint
+from stepwell.plan.memory_validation import predicted_bytes
 from stepwell.plan.published import Published, read_table
 from stepwell.plan.steptime import predict_step
 from stepwell.types import ConfigError
@@ -84,9 +85,12 @@ class Validation:
         return sweeps([(p.run, p.step_s) for p in self.predictions])
 
     def fit_table(self) -> dict[str, int]:
-        """Of runs that fitted and of those that ran out of memory, how many were predicted so."""
+        """Of runs that fitted and of those that ran out of memory, how many were predicted so; not
+        of those that fitted with a recomputation that is not printed."""
         table = {"fits, right": 0, "fits, wrong": 0, "OOM, right": 0, "OOM, wrong": 0}
         for p in self.predictions:
+            if p.run.fits and not p.run.recompute_known:
+                continue
             kind = "fits" if p.run.fits else "OOM"
             table[f"{kind}, {'right' if p.fits == p.run.fits else 'wrong'}"] += 1
         return table
@@ -159,7 +163,7 @@ def _predict(run: Published, coefficients: Coefficients) -> Prediction:
         run=run,
         step_s=step.total_s,
         mfu=step.mfu,
-        peak_bytes=held.measured_as(run.mem_kind),
+        peak_bytes=predicted_bytes(run),
         fits=fits(held, run.job.cluster),
     )
 
