@@ -104,8 +104,7 @@ def most_in_flight(schedule: str, p: int, v: int, pp_rank: int, m: int) -> int:
 
 def elements_of(dims: Dims, layout: Arrangement) -> Elements:
     t, D = layout.tp, dims.d_model
-    kv_width = max(dims.head_dim, dims.kv_width // t)
-    attention = 2 * D * (dims.q_width / t + kv_width)
+    attention = 2 * D * (dims.q_width / t + key_width(dims, layout))
     vectors = 2 * D + dims.biases
     experts = router = shared = 0.0
     if dims.experts:
@@ -124,11 +123,19 @@ def elements_of(dims: Dims, layout: Arrangement) -> Elements:
     )
 
 
+def key_width(dims: Dims, layout: Arrangement) -> int:
+    """Rows of a tensor rank's key projection. With fewer heads than ranks, Megatron gives each rank
+    one, our engine all (`models/axes`)."""
+    if dims.num_kv_heads % layout.tp and layout.program == "stepwell":
+        return dims.kv_width
+    return max(dims.head_dim, dims.kv_width // layout.tp)
+
+
 def target_sizes(dims: Dims, layout: Arrangement) -> list[tuple[int, int]]:
     """Rows and columns of the adapted matrices of a block, on a tensor rank."""
     t, D = layout.tp, dims.d_model
     inner, query = dims.d_ff // t, dims.q_width // t
-    key = max(dims.head_dim, dims.kv_width // t)
+    key = key_width(dims, layout)
     sizes = {"wq": (query, D), "wk": (key, D), "wv": (key, D), "wo": (D, query)}
     sizes |= {"w_gate": (inner, D), "w_up": (inner, D), "w_down": (D, inner)}
     return [sizes[name] for name in layout.adapters.targets] if layout.adapters else []
