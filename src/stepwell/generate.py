@@ -287,7 +287,8 @@ def sample(
     num_ids: only ids below it are chosen (None: all).
     The token is the inverse of the cumulative distribution at the uniform number.
     """
-    scaled = logits_RV / sampling.temperature if sampling.temperature else logits_RV
+    plain = sampling.temperature in (0, 1)
+    scaled = logits_RV if plain else logits_RV / sampling.temperature
     probs_RV = scaled.softmax(-1)
     if sampling.temperature == 0:
         tokens_R = _argmax(_first(logits_RV, num_ids, float("-inf")))

@@ -66,6 +66,7 @@ from stepwell.train.global_batch import (
     split_rows,
 )
 from stepwell.train.guard import TAKEN, Guard, Verdict
+from stepwell.train.heap import keep_freed_memory
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
 from stepwell.train.optim import Optimizer, build_optimizer, clip, grad_norm, set_lr
@@ -118,6 +119,8 @@ class Engine:
         self.mesh = mesh or init_distributed(
             run.layout, "cuda" if torch.cuda.is_available() else "cpu"
         )
+        if self.mesh.device.type == "cpu":
+            keep_freed_memory()
         check_run(run, self.mesh.world)
         check_halves(run.layout)
         check_host(run, self.mesh.sizes, grouped=self.mesh.device_mesh is not None)
@@ -388,13 +391,13 @@ class Engine:
         """
         return self.snapshot().generate(requests, sampling, tokenizer, num_slots)
 
+    @torch.no_grad()
     def snapshot(self) -> sampler.Snapshot:
         """The weights as they are now, to sample from: a copy that training leaves alone. Every
         rank must call it together."""
         if self._snapshot is None or self._snapshot.version != self.updates:
-            packed = DecodeWeights.pack(
-                self.run.model, dict(self.iter_state()), DTYPES[self.run.precision.compute]
-            )
+            live = dict(self._merged_tensors())  # packing copies
+            packed = DecodeWeights.pack(self.run.model, live, DTYPES[self.run.precision.compute])
             self._snapshot = sampler.Snapshot(packed, self.updates)
         return self._snapshot
 
@@ -414,9 +417,7 @@ class Engine:
 
         merged: of a run with adapters, those of the plain model that base and adapters make; else
         both apart, a base in 4 bits restored."""
-        pairs = self._full_tensors()
-        if merged and self.run.lora.rank:
-            pairs = adapters.merged(pairs, self.run.lora)
+        pairs = self._merged_tensors() if merged else self._full_tensors()
         for name, full in pairs:
             yield name, full.detach().to(dtype or full.dtype, copy=True)
 
@@ -517,6 +518,10 @@ class Engine:
         if self.pipeline is not None:
             return self.pipeline.iter_full(adapters.all_shapes(self.run))
         return adapters.full_tensors(self.decoder)
+
+    def _merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        pairs = self._full_tensors()
+        return adapters.merged(pairs, self.run.lora) if self.run.lora.rank else pairs
 
     def _init_rule(self, name: str, shape: torch.Size) -> Rule:
         if is_adapter(name):
