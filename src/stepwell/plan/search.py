@@ -1,11 +1,10 @@
 """The fastest layouts of a model on so many accelerators. No torch.
 
 A family is a mesh with a schedule, a micro-batch and recomputation. Families are opened in the
-order of bounds that no layout of theirs can beat: first the products at the fastest rate, with the
-bubble and the tensor ranks' messages; then the predicted step without what its data ranks send.
-Once the bounds exceed `slack` times the best step found, none of
-the rest can come that close. Within a family every way to divide the model among the data ranks
-is tried.
+order of bounds that no layout of theirs can beat: first what a micro-batch takes without a
+pipeline, with most of the bubble; then the predicted step without what its data ranks send. Once
+the bounds exceed `slack` times the best step found, none of the rest can come that close. Within a
+family every way to divide the model among the data ranks is tried.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from functools import lru_cache
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.coefficients import SHIPPED as COEFFICIENTS
 from stepwell.plan.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.memory import MemoryLedger, predict_memory
 from stepwell.plan.runs import run_of
 from stepwell.plan.space import (
-    Mesh,
     Pins,
     Refused,
     Task,
@@ -41,7 +38,7 @@ from stepwell.plan.space import (
     recomputations,
     schedules,
 )
-from stepwell.plan.steptime import Rates, StepTime, predict_step, rates_of
+from stepwell.plan.steptime import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -50,6 +47,11 @@ NUM_CHECKED = 24  # of the best, whose runs are put before the engine's rules
 NUM_EXACT = 3  # of those, whose memory is taken from the exact ledger
 # Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
 OF_DATA_RANKS = ("exposed data", "contention", "optimizer", "straggling")
+# Parts that each micro-batch brings, whatever the pipeline.
+OF_MICRO_BATCHES = (
+    *("products", "attention", "memory", "quantisation", "recomputation", "exposed tp"),
+    "exposed ep",
+)
 OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters", "activations"))
 
 
@@ -138,7 +140,7 @@ class Prices:
 
     def __init__(self, dims: Dims, cluster: Cluster):
         self.dims, self.cluster = dims, cluster
-        self.rates = lru_cache(maxsize=None)(self._rates)
+        self.micro_batch = lru_cache(maxsize=None)(self._micro_batch)
         self.time = lru_cache(maxsize=None)(self._time)
         self.bound = lru_cache(maxsize=None)(self._bound)
         self.memory = lru_cache(maxsize=None)(self._memory)
@@ -154,16 +156,31 @@ class Prices:
         parts = self.time(layout).parts
         return sum(seconds for name, seconds in parts.items() if name not in OF_DATA_RANKS)
 
-    def _rates(self, precision: str, recipe: str) -> Rates:
-        layout = Arrangement(1, 1, 1, precision=precision, recipe=recipe)  # pyright: ignore
-        return rates_of(self.job(layout), COEFFICIENTS)
+    def _micro_batch(self, layout: Arrangement) -> float:
+        """Seconds of computing one on all blocks and the head, with what it waits for within."""
+        parts = predict_step(self.job(layout)).parts
+        return sum(parts.get(name, 0.0) for name in OF_MICRO_BATCHES)
 
     def _memory(self, layout: Arrangement) -> Footprint:
         return footprint(self.job(layout))
 
     def fits(self, layout: Arrangement, headroom_bytes: float = 0) -> bool:
+        """With as much to spare; -inf asks for nothing."""
+        if headroom_bytes == -math.inf:
+            return True
         held = self.memory(layout)
         return fits(held, self.cluster) and headroom(held, self.cluster) >= headroom_bytes
+
+    def on(self, cluster: Cluster) -> Prices:
+        """Of the same model on machines of the same sizes, with other rates or more memory; what
+        does not depend on that is shared."""
+        other, now = Prices(self.dims, cluster), self.cluster
+        other.memory = self.memory
+        memory_bytes = now.accelerator.memory_bytes
+        same = replace(cluster.accelerator, memory_bytes=memory_bytes)
+        if replace(cluster, accelerator=same) == now:
+            other.time, other.bound, other.micro_batch = self.time, self.bound, self.micro_batch
+        return other
 
     def candidate(self, layout: Arrangement) -> Candidate:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
@@ -184,6 +201,7 @@ class _Open:
     found: dict[Arrangement, float] = field(default_factory=dict)
     best_s: float = math.inf
     counts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    crowded: dict[tuple[int, ...], tuple[float, int]] = field(default_factory=dict)
 
     def count(self, family: Arrangement) -> int:
         """Its data parallel layouts."""
@@ -192,6 +210,30 @@ class _Open:
         if key not in self.counts:
             self.counts[key] = sum(1 for _ in data_layouts(self.task, family, Counter()))
         return self.counts[key]
+
+    def is_crowded(self, family: Arrangement) -> bool:
+        """Whether the mesh cannot hold so many rows at a time in any way. What 1f1b cannot hold
+        with the most recomputation, no other schedule and no less recomputation can."""
+        micro = family.micro_batch_rows
+        key = (family.tp, family.cp, family.pp, family.ep)
+        crowded_at, fits_at = self.crowded.get(key, (math.inf, 0))
+        if fits_at < micro < crowded_at:
+            mode, every = recomputations(self.task)[0]
+            least = replace(
+                family, schedule="1f1b", stages_per_rank=1, recompute=mode, recompute_every=every
+            )
+            if self.fits(leanest(least)):
+                fits_at = micro
+            else:
+                crowded_at = micro
+            self.crowded[key] = crowded_at, fits_at
+        return micro >= crowded_at
+
+    def fits(self, layout: Arrangement) -> bool:
+        held = self.prices.memory(layout).total
+        if held < self.least_bytes:
+            self.least_bytes, self.leanest = held, layout
+        return self.prices.fits(layout, self.task.pins.headroom_bytes)
 
 
 def search(
@@ -204,10 +246,13 @@ def search(
     config: ModelConfig | None = None,
     slack: float = SLACK,
     prices: Prices | None = None,
+    at_most_s: float = math.inf,
+    may_offload: bool = True,
 ) -> Ranking:
     """Layouts by predicted step time. global_batch_tokens: rounded to whole rows of seq_len.
     config: the engine's model, whose rules then have the last word. prices: of an earlier search
-    for the same model and cluster.
+    for the same model and cluster. at_most_s: slower layouts are of no interest. may_offload: if
+    nothing fits without.
 
     Raises ConfigError for pins and sizes that no layout can have; where nothing fits, `found` is
     empty.
@@ -216,9 +261,10 @@ def search(
     task = Task(dims, cluster, num_gpus, seq_len, rows, pins or Pins())
     check_task(task)
     begin, prices = time.perf_counter(), prices or Prices(dims, cluster)
-    opened = _search(task, prices, slack)
+    opened = _search(task, prices, slack, at_most_s)
     offload: tuple[str, ...] = ()
-    if not opened.found and opened.leanest is not None and task.pins.offload is None:
+    nothing = not opened.found and opened.leanest is not None
+    if nothing and may_offload and task.pins.offload is None and at_most_s == math.inf:
         for offload in OFFLOADS:
             lighter = replace(task, pins=replace(task.pins, offload=offload))
             again = _search(lighter, prices, slack)
@@ -246,62 +292,44 @@ def search(
     )
 
 
-def _search(task: Task, prices: Prices, slack: float) -> _Open:
+def _search(task: Task, prices: Prices, slack: float, at_most_s: float = math.inf) -> _Open:
     """Best first: a family's loose bound, then its tight one, then its layouts."""
     opened = _Open(task, prices)
     order = itertools.count()
-    heap = [(loose_bound(prices, body), next(order), False, body) for body in _families(opened)]
+    heap = [
+        (loose_bound(prices, family), next(order), False, family) for family in families(opened)
+    ]
     heapq.heapify(heap)
     while heap:
-        bound, _, tight, body = heapq.heappop(heap)
-        if bound > slack * opened.best_s:
-            opened.refused["too slow"] += opened.count(body)
+        bound, _, tight, family = heapq.heappop(heap)
+        if bound > min(slack * opened.best_s, at_most_s):
+            opened.refused["too slow"] += opened.count(family)
         elif tight:
-            _open(opened, body)
+            _open(opened, family)
+        elif opened.is_crowded(family) or not opened.fits(leanest(family)):
+            opened.refused["memory"] += opened.count(family)
         else:
-            heapq.heappush(heap, (prices.bound(body), next(order), True, body))
+            heapq.heappush(heap, (prices.bound(family), next(order), True, family))
     return opened
 
 
-def _families(opened: _Open) -> Iterator[Arrangement]:
-    """Those that fit at all. More rows at a time hold more, and so does less recomputation, or any
-    schedule but 1f1b."""
-    for mesh in meshes(opened.task, opened.refused_meshes):
+def families(opened: _Open) -> Iterator[Arrangement]:
+    """Those that the rules allow; the others are counted."""
+    task, refused = opened.task, opened.refused
+    for mesh in meshes(task, opened.refused_meshes):
         opened.num_meshes += 1
-        crowded = False
-        for micro in micro_batches(opened.task, mesh):
-            heaviest = recomputations(opened.task)[0]
-            probe = body(opened.task, mesh, "1f1b", 1, micro, *heaviest)
-            crowded = crowded or not _fits_leanly(opened, probe)
-            for schedule, v in schedules(opened.task, mesh, opened.refused):
-                yield from _of_schedule(opened, mesh, micro, schedule, v, crowded)
-
-
-def _of_schedule(
-    opened: _Open, mesh: Mesh, micro: int, schedule: str, v: int, crowded: bool
-) -> Iterator[Arrangement]:
-    task = opened.task
-    wrong = micro_batch_problem(task, mesh, micro, schedule, v)
-    for mode, every in recomputations(task, schedule):
-        family = body(task, mesh, schedule, v, micro, mode, every)
-        number = opened.count(family)
-        opened.num_layouts += number
-        if wrong:
-            opened.refused[wrong] += number
-            continue
-        crowded = crowded or not _fits_leanly(opened, family)
-        if crowded:
-            opened.refused["memory"] += number
-        else:
-            yield family
-
-
-def _fits_leanly(opened: _Open, family: Arrangement) -> bool:
-    lean = leanest(family)
-    held = opened.prices.memory(lean).total
-    if held < opened.least_bytes:
-        opened.least_bytes, opened.leanest = held, lean
-    return opened.prices.fits(lean, opened.task.pins.headroom_bytes)
+        for schedule, v in schedules(task, mesh, refused):
+            for micro in micro_batches(task, mesh):
+                wrong = micro_batch_problem(task, mesh, micro, schedule, v)
+                levels = recomputations(task, schedule)
+                for mode, every in levels[: 1 if wrong else None]:
+                    family = body(task, mesh, schedule, v, micro, mode, every)
+                    number = opened.count(family) * (len(levels) if wrong else 1)
+                    opened.num_layouts += number
+                    if wrong:
+                        refused[wrong] += number
+                    else:
+                        yield family
 
 
 def leanest(body: Arrangement) -> Arrangement:
@@ -314,24 +342,22 @@ def leanest(body: Arrangement) -> Arrangement:
 
 
 def loose_bound(prices: Prices, family: Arrangement) -> float:
-    """Seconds that no layout of the family takes less than: products and attention at their rates
-    in the largest shapes, with what is computed again; most of the bubble; what tensor ranks send,
-    unhidden."""
-    dims, cluster = prices.dims, prices.cluster
-    rates = prices.rates(family.precision, family.recipe)
-    share = {"full": 1.0, "every": 1 / family.recompute_every}.get(family.recompute, 0.0)
-    active = dims.parameters(active=True) - (0 if dims.tied else dims.embedding_parameters)
-    pairs = dims.num_layers * dims.q_width * family.seq_len
-    compute_s = (6 + 1.8 * share) * active / max(rates.sixteen, rates.low)
-    compute_s += (7 + 1.8 * share) * pairs / rates.flash
-    compute_s *= family.global_batch_tokens / family.num_gpus
+    """Seconds that no layout of the family takes less than: its micro-batches, of which a pipeline
+    divides the blocks, and most of the bubble."""
+    ranks = family.num_gpus // (family.tp * family.cp)
+    alone = replace(
+        family,
+        pp=1,
+        schedule="1f1b",
+        stages_per_rank=1,
+        dp_shard=ranks,
+        global_batch_rows=ranks * family.micro_batch_rows,
+    )
+    micro_batch_s = prices.micro_batch(alone) / family.pp
     idle = bubble_fraction(
         family.schedule, family.pp, family.num_micro_batches, family.stages_per_rank
     )
-    per_pass = 2 * family.tokens_of_rank * dims.d_model * (family.tp - 1) / family.tp
-    passes = 8 * (dims.num_layers // family.pp) * family.num_micro_batches
-    tensor_s = 0.9 * per_pass * passes / cluster.scaleup_bytes_per_s
-    return compute_s * (1 + 0.7 * idle) + (0 if family.overlap_tp else tensor_s)
+    return 0.97 * micro_batch_s * family.num_micro_batches * (1 + 0.7 * idle)
 
 
 def _open(opened: _Open, family: Arrangement) -> None:

@@ -46,6 +46,7 @@ REASONS = {
     "rows": "more data ranks than rows in the batch: some would have none",
     "replicas": "the batch's rows must be a multiple of the replicas",
     "stages": "more pipeline stages than the model has blocks, embedding and head",
+    "uneven stages": "three or more stages a rank whose blocks do not divide evenly",
     "micro-batches": "fewer micro-batches than the pipeline's schedule needs",
     "rounds": "micro-batches do not make equal rounds of an interleaved schedule",
     "experts": "expert ranks must divide the experts and the ranks of a stage",
@@ -60,7 +61,8 @@ REASONS = {
 @dataclass(frozen=True)
 class Pins:
     """What is fixed beforehand; None is free. max_*: bounds. tp: a number given here may leave the
-    scale-up domain. headroom_bytes: of an accelerator's memory that must stay free."""
+    scale-up domain. headroom_bytes: of an accelerator's memory that must stay free;
+    -inf: as if it had any amount."""
 
     tp: int | None = None
     cp: int | None = None
@@ -80,7 +82,7 @@ class Pins:
     max_cp: int | None = None
     max_pp: int | None = None
     compiled: bool = True
-    headroom_bytes: int = 0
+    headroom_bytes: float = 0
 
     def given(self) -> dict[str, Any]:
         """What differs from an empty value."""
@@ -198,8 +200,11 @@ def schedules(task: Task, mesh: Mesh, refused: Refused) -> list[tuple[str, int]]
         asked = pins.schedule in (None, schedule) and pins.stages_per_rank in (None, v)
         if not asked:
             continue
-        if mesh.pp * v > parts:
+        stages = mesh.pp * v
+        if stages > parts:
             refused["stages"] += 1
+        elif v > 2 and parts % stages and (parts - 2) % stages and pins.stages_per_rank is None:
+            refused["uneven stages"] += 1
         else:
             found.append((schedule, v))
     return found
