@@ -259,7 +259,7 @@ def in_order(x_Rn: Tensor, chunks_BRk: Tensor) -> Tensor:
 def _orders(chunks_BRk: Tensor) -> tuple[Tensor, Tensor]:
     """Which of all chunks comes where when each rank's lie together, and the inverse."""
     B, R, k = chunks_BRk.shape
-    rows = torch.arange(B, device=chunks_BRk.device)[:, None, None] * (R * k)
+    rows = torch.arange(B)[:, None, None] * (R * k)
     order = (chunks_BRk + rows).transpose(0, 1).flatten()
     return order, order.argsort()
 

@@ -166,14 +166,28 @@ def init_distributed(
         )
     background = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(background, dist.ProcessGroup)
-    cp_group = None
+    return mesh_of_ranks(layout, sizes, rank, local_rank, device, background, limit)
+
+
+def mesh_of_ranks(
+    layout: LayoutConfig,
+    sizes: AxisSizes,
+    rank: int,
+    local_rank: int,
+    device: torch.device,
+    background: dist.ProcessGroup | None = None,
+    limit: timedelta | None = None,
+) -> Mesh:
+    """The place of `rank` in the process group that this process has joined. limit: how long its
+    groups' collectives wait for the last rank."""
+    world, cp_group = dist.get_world_size(), None
     if sizes.cp > 1:
         outer = world // (sizes.cp * sizes.tp)
         names = ("outer", "cp", "tp")
-        cp_mesh = init_device_mesh(device_type, (outer, sizes.cp, sizes.tp), mesh_dim_names=names)
+        cp_mesh = init_device_mesh(device.type, (outer, sizes.cp, sizes.tp), mesh_dim_names=names)
         _limit_waiting(cp_mesh, limit)
         cp_group = cp_mesh.get_group("cp")
-    device_mesh = init_device_mesh(device_type, fsdp_sizes(layout, sizes), mesh_dim_names=AXES)
+    device_mesh = init_device_mesh(device.type, fsdp_sizes(layout, sizes), mesh_dim_names=AXES)
     _limit_waiting(device_mesh, limit)
     return Mesh(
         world=world,
@@ -187,8 +201,10 @@ def init_distributed(
     )
 
 
-def _limit_waiting(device_mesh: DeviceMesh, limit: timedelta) -> None:
+def _limit_waiting(device_mesh: DeviceMesh, limit: timedelta | None) -> None:
     """Groups of a mesh come with a time limit of their own, whatever the default group's is."""
+    if limit is None:
+        return
     for group in device_mesh.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(limit, group)
 

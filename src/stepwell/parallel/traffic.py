@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,11 +37,12 @@ _KINDS = {
 @dataclass(frozen=True)
 class Collective:
     """kind: e.g. "all-gather". num_bytes: the whole tensor (the gathered output, the input of a
-    scatter)."""
+    scatter). group: the process group's name."""
 
     kind: str
     num_ranks: int
     num_bytes: int
+    group: str = field(default="", compare=False)
 
     @property
     def wire_bytes(self) -> float:
@@ -76,27 +77,37 @@ class _Counter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES:
-            name = func._schema.name.split("::")[1]
-            kind = next((kind for word, kind in _KINDS.items() if word in name), None)
-            leaves = pytree.tree_leaves((args, kwargs, out))
-            num_ranks = _group_size(leaves)
-            if kind is not None and num_ranks > 1:
-                self.found.append(Collective(kind, num_ranks, _largest(leaves)))
+        found = collective_of(func, args, kwargs, out)
+        if found is not None:
+            self.found.append(found)
         return out
+
+
+def collective_of(func: Any, args: Any, kwargs: Any, out: Any) -> Collective | None:
+    """The collective that an operator was, or None; a group of one does not communicate."""
+    if func.namespace not in _NAMESPACES:
+        return None
+    name = func._schema.name.split("::")[1]
+    kind = next((kind for word, kind in _KINDS.items() if word in name), None)
+    if kind is None:
+        return None
+    leaves = pytree.tree_leaves((args, kwargs, out))
+    group = _group(leaves)
+    if group is None or group.size() == 1:
+        return None
+    return Collective(kind, group.size(), _largest(leaves), group.group_name)
 
 
 def _largest(leaves: list[Any]) -> int:
     return max((x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor)), default=0)
 
 
-def _group_size(leaves: list[Any]) -> int:
+def _group(leaves: list[Any]) -> dist.ProcessGroup | None:
     """Functional collectives name their group, the others carry it boxed."""
-    names = dist.distributed_c10d._world.pg_names
-    sizes = {str(name): group.size() for group, name in names.items()}
+    groups = {str(name): group for group, name in dist.distributed_c10d._world.pg_names.items()}
     for leaf in leaves:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return dist.ProcessGroup.unbox(leaf).size()
-        if isinstance(leaf, str) and leaf in sizes:
-            return sizes[leaf]
-    return 1
+            return dist.ProcessGroup.unbox(leaf)
+        if isinstance(leaf, str) and leaf in groups:
+            return groups[leaf]
+    return None

@@ -239,7 +239,7 @@ def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
         _context(step),
         _experts(step),
         _pipeline(step),
-        _norm(step),
+        _norms(step),
     ]
     found = (sent for part in parts for sent in part)
     return [one for one in found if one.num_ranks > 1 and one.calls and one.num_bytes]
@@ -255,12 +255,12 @@ def _counts(step: _Step) -> Iterator[Sent]:
     yield step.one("all-reduce", "pp", "agree on shapes", "pipeline", 8 * 4, 1)
 
 
-def _norm(step: _Step) -> Iterator[Sent]:
-    """The gradient norm: one number for each set of axes that divides parameters."""
-    whole_too = int(step.layout.tp > 1)
-    yield step.one("all-reduce", "dp_shard", "gradient norm", "optimizer", 8, 1 + whole_too)
-    yield step.one("all-reduce", "tp", "gradient norm", "optimizer", 8, 1)
-    yield step.one("all-reduce", "pp", "gradient norm", "optimizer", 8, 1)
+def _norms(step: _Step) -> Iterator[Sent]:
+    """The gradient norm, and the guard's of the update: one number for each set of axes that
+    divides parameters."""
+    sets = 2 if step.layout.tp > 1 else 1
+    for axis, numbers in (("dp_shard", sets), ("tp", 1), ("pp", 1)):
+        yield step.one("all-reduce", axis, "norms", "optimizer", 8, 2 * numbers)
 
 
 # --- weights and gradients ----------------------------------------------------------------------
@@ -278,22 +278,46 @@ def _units(step: _Step) -> list[tuple[list[Weight], int, bool]]:
 
 
 def _sharded_weights(step: _Step) -> Iterator[Sent]:
-    """FSDP2 by units (parallel.fsdp): stage 3 gathers a block for each pass of each micro-batch,
-    the others and pipelines once a step; what is not resharded is not gathered again."""
+    """FSDP2 by units (parallel.fsdp). Gradients wait whole in a pipeline, and are summed once."""
     layout, t, (n, _) = step.layout, step.layout.tp, axis_ranks(step.layout, "dp_shard")
-    every = layout.zero == 3 and layout.pp == 1
+    forward, backward, near = _gathers(step)
     reductions = step.m if layout.reduce_every_micro_batch and layout.pp == 1 else 1
     for weights, number, blocks in _units(step):
         whole = step.a * gathered(weights, t, n)
-        passes = number * (step.m if every else 1)
-        yield step.one("all-gather", "dp_shard", "gather weights", "forward", whole, passes)
-        if every and blocks and layout.reshard != "never":
-            near = _near(step) if layout.reshard == "node" else None
-            again = ("all-gather", "dp_shard", "gather weights", "backward", whole, passes, near)
-            yield step.one(*again)
+        times = forward if blocks else (step.m if layout.zero == 3 and layout.pp == 1 else 1)
+        gather = ("all-gather", "dp_shard", "gather weights")
+        close = number * near if blocks else 0
+        again = number * backward if blocks else 0
+        neighbours = _near(step) if layout.reshard == "node" else None
+        yield step.one(*gather, "forward", whole, number * times - close)
+        yield step.one(*gather, "forward", whole, close, neighbours)
+        yield step.one(*gather, "backward", whole, again, neighbours)
         gradient = step.g * reduced(weights, t, n)
         yield from _reduce(step, gradient, n, number * reductions, number)
-    yield from _routed_weights(step, every, reductions)
+    yield from _routed_weights(step, forward + backward, reductions)
+
+
+class _Gathers(NamedTuple):
+    """Of a block in a step: in forward passes (`near` of them among neighbours that have kept a
+    copy), and in backward passes."""
+
+    forward: int
+    backward: int
+    near: int = 0
+
+
+def _gathers(step: _Step) -> _Gathers:
+    """Stage 3 gathers for each pass of each micro-batch what it does not keep, the others once a
+    step. A pipeline's backward pass keeps what it has gathered until the next forward pass lets it
+    go: in any order of passes that is one gather for each forward pass, and one more."""
+    layout, m = step.layout, step.m
+    if layout.zero < 3:
+        return _Gathers(1, 0)
+    if layout.reshard == "never":
+        return _Gathers(m if layout.pp == 1 else 1, 0)
+    if layout.pp == 1:
+        return _Gathers(m, m)
+    return _Gathers(m, 1, m - 1 if layout.reshard == "node" else 0)
 
 
 def _reduce(step: _Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent]:
@@ -317,18 +341,13 @@ def _routed(step: _Step) -> tuple[int, tuple[int, int]]:
     return expert_elements(step.dims) // layout.ep, (max(1, ranks // layout.ep), layout.ep)
 
 
-def _routed_weights(step: _Step, every: bool, reductions: int) -> Iterator[Sent]:
+def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent]:
     """Experts are sharded over the ranks that have the same ones."""
     elements, ranks = _routed(step)
     number, kind = step.num_expert_blocks, "reduce-scatter" if step.layout.zero else "all-reduce"
-    if not number:
-        return
-    if step.layout.zero:
-        passes = number * (step.m if every else 1)
-        twice = 2 if every and step.layout.reshard != "never" else 1
-        whole = step.a * elements
-        for phase in ("forward", "backward")[:twice]:
-            yield step.one("all-gather", "edp", "gather experts", phase, whole, passes, ranks)
+    gathers = number * gathers if step.layout.zero else 0
+    purpose, whole = "gather weights", step.a * elements
+    yield step.one("all-gather", "edp", purpose, "forward", whole, gathers, ranks)
     gradient, calls = step.g * elements, number * reductions
     yield step.one(kind, "edp", "reduce gradients", "backward", gradient, calls, ranks)
 
@@ -462,14 +481,13 @@ def _context(step: _Step) -> Iterator[Sent]:
     heads, kv_heads = dims.num_heads // t, max(1, dims.num_kv_heads // t)
     if layout.cp_method == "ring":
         block = 2 * n * kv_heads * dims.head_dim
+        hops, again = passes * (R - 1), m * again.blocks * (R - 1)
         for kind in ("send", "recv"):
-            for phase, purpose, num_bytes, times in (
-                ("forward", "keys and values", step.a * block, passes),
-                ("backward", "recompute", step.a * block, m * again.blocks),
-                ("backward", "keys and values", step.a * block, passes),
-                ("backward", "their gradients", 4 * block, passes),
-            ):
-                yield step.one(kind, "cp", purpose, phase, num_bytes, times * (R - 1))
+            there, back = "keys and values", "their gradients"
+            yield step.one(kind, "cp", there, "forward", step.a * block, hops)
+            yield step.one(kind, "cp", "recompute", "backward", step.a * block, again)
+            yield step.one(kind, "cp", there, "backward", step.a * block, hops)
+            yield step.one(kind, "cp", back, "backward", 4 * block, hops)
         return
     repeated = lcm(kv_heads, R)
     away = step.a * n * (heads + 2 * repeated) * dims.head_dim

@@ -118,7 +118,7 @@ class Arrangement:
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
     overlap_data: data ranks beside the passes. attention_kernel:
     native: written for the device's generation (cuDNN); older: for Ampere (FlashAttention-2);
-    triton: Triton's.
+    triton: Triton's. shards_broadcast: each rank of zero 1 sends its weights to the others in turn.
     trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
     gradient_precision: of gradients as they are summed; moment_precision: where it is not that of
     the masters. step_bytes: a parameter of a rank's part, that the optimiser holds only while it
@@ -158,6 +158,7 @@ class Arrangement:
     overlap_tp: bool = False
     overlap_data: bool = True
     attention_kernel: Literal["native", "older", "triton"] = "older"
+    shards_broadcast: bool = False
     program: Program = "stepwell"
     trained_share: float = 1.0
     optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
@@ -250,7 +251,7 @@ def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
         dp_replicate=axes.dp_replicate,
         dp_shard=axes.dp_shard,
         zero=layout.zero,
-        reshard=layout.reshard_after_forward if layout.zero == 3 and axes.pp == 1 else "never",
+        reshard=layout.reshard_after_forward if layout.zero == 3 else "never",
         reduce_every_micro_batch=every and axes.pp == 1,
         precision="fp8" if eight else run.precision.compute,
         recipe=run.precision.fp8.recipe,

@@ -143,7 +143,7 @@ def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, in
     """Workspace of the loss's forward pass, of its backward pass, and logits that are kept."""
     chunk = min(run.loss.chunk_tokens, N)
     keep = {"always": True, "never": False}.get(
-        run.loss.keep_logits, N * run.model.vocab_size * a <= KEEP_LOGITS_BYTES
+        run.loss.keep_logits, N * vocab * a <= KEEP_LOGITS_BYTES
     )
     chunk_logits, D = chunk * vocab, run.model.d_model
     # logits that are not kept: the chunk before, too, until its name is taken
