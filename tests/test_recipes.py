@@ -11,6 +11,9 @@ from stepwell.commands.training import Arguments, load_run, shipped_recipes
 from stepwell.config import Run
 from stepwell.curate.recipe import Recipe
 from stepwell.models.transformer import Decoder
+from stepwell.plan.cluster import cluster
+from stepwell.plan.footprint import fits, footprint
+from stepwell.plan.job import job_of
 from stepwell.plan.memory import predict_memory
 from stepwell.presets import preset
 
@@ -98,4 +101,20 @@ def test_published_dimensions():
 def test_llama3_8b_fits_its_64_accelerators():
     run = recipe("llama3-8b-pretrain")
     assert run.train.global_batch_rows * run.data.seq_len == 2**22
-    assert predict_memory(run, 64).peak_bytes < 76e9
+    job = job_of(run, 64, cluster("h100-sxm"))
+    assert fits(footprint(job), job.cluster)
+
+
+def test_llama3_8b_says_of_its_memory_what_the_ledgers_say():
+    text = files("stepwell.recipes").joinpath("llama3-8b-pretrain.toml").read_text()
+    comment = " ".join(line.lstrip("# ") for line in text.split("[layout]")[0].splitlines())
+    for replicate in (1, 8):
+        layout = {"layout.dp_replicate": replicate, "layout.dp_shard": 64 // replicate}
+        run = Run.parse(recipe("llama3-8b-pretrain").model_dump(exclude_none=True), layout)
+        ledger, whole = predict_memory(run, 64), footprint(job_of(run, 64, cluster("h100-sxm")))
+        said = [f"{ledger.peak_bytes / 1e9:.0f} GB", f"{whole.total / 1e9:.0f} GB"]
+        if replicate == 1:
+            said.append(f"{ledger.resting_bytes / 1e9:.1f} GB of weights and moments")
+            said.append(f"of a row ({ledger.items.activations / 1e9:.0f} GB)")
+        for words in said:
+            assert words in comment, words
