@@ -227,13 +227,21 @@ def check_orders(results, schedules, pp):
     for i, schedule in enumerate(schedules):
         v = STAGES_PER_RANK.get(schedule, 1)
         order = {rank: found[i][0] for rank, found in enumerate(results)}
-        names = {"BW": "B", "B": "I"}
+        names: dict[str, str] = {"BW": "B", "B": "I"}
         carried_out = [
             [f"{a.stage}{names.get(a.kind, a.kind)}{a.micro_batch}" for a in order[rank]]
             for rank in range(pp)
         ]
         planned = schedule_actions(schedule, pp, 8, v)
         assert carried_out == [[str(action) for action in row] for row in planned], schedule
+        pairs = {a.key: a.with_next for row in planned for a in row}
+        order = {
+            rank: [
+                a._replace(with_next=pairs[names.get(a.kind) or a.kind, a.stage, a.micro_batch])
+                for a in actions
+            ]
+            for rank, actions in order.items()
+        }
         idle = simulate(order, pp * v)
         assert idle / (3 * 8 * v) == pytest.approx(bubble_fraction(schedule, pp, 8, v)), schedule
 

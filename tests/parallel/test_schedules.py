@@ -20,11 +20,13 @@ from stepwell.sections.layout import LayoutConfig
 
 
 class Action(NamedTuple):
-    """kind: F, B (gradients of the inputs), W (of the weights), BW (both)."""
+    """kind: F, B (gradients of the inputs), W (of the weights), BW (both). with_next: what others
+    need of it is sent after the rank's next action."""
 
     kind: str
     stage: int
     micro_batch: int
+    with_next: bool = False
 
 
 KINDS = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "BW"}
@@ -35,21 +37,31 @@ def simulate(order: dict[int, list[Action]], stages: int) -> int:
     """The idle units of the rank that has most of them: each action begins as soon as its rank is
     free and its inputs are there."""
     done: dict[Action, int] = {}
+    mine: dict[int, dict[Action, int]] = {rank: {} for rank in order}
     clock = dict.fromkeys(order, 0)
     left = {rank: list(actions) for rank, actions in order.items()}
     while any(left.values()):
-        before = len(done)
+        before = sum(len(found) for found in mine.values())
         for rank, actions in left.items():
-            while actions and (ready := when_ready(actions[0], done, stages)) is not None:
-                action = actions.pop(0)
-                clock[rank] = done[action] = max(clock[rank], ready) + LENGTH[action.kind]
-        assert len(done) > before, f"never ends: {[a[0] for a in left.values() if a]}"
+            known = done | mine[rank]
+            while actions and (ready := when_ready(actions[0], known, stages)) is not None:
+                first = actions.pop(0)
+                action = first._replace(with_next=False)
+                clock[rank] = max(clock[rank], ready) + LENGTH[action.kind]
+                mine[rank][action] = known[action] = clock[rank]
+                if not first.with_next:
+                    done |= {
+                        a: max(end, clock[rank]) for a, end in mine[rank].items() if a not in done
+                    }
+        assert sum(len(found) for found in mine.values()) > before, (
+            f"never ends: {[a[0] for a in left.values() if a]}"
+        )
     end = max(clock.values())
     return max(end - sum(LENGTH[a.kind] for a in actions) for actions in order.values())
 
 
 def when_ready(action: Action, done: dict[Action, int], stages: int) -> int | None:
-    kind, s, i = action
+    kind, s, i, _ = action
     if kind == "F":
         return 0 if s == 0 else done.get(Action("F", s - 1, i))
     if kind == "W":
@@ -82,7 +94,12 @@ def planned_order(schedule: str, p: int, v: int, m: int) -> dict[int, list[Actio
         dist.destroy_process_group()
     return {
         rank: [
-            Action(KINDS[part.computation_type.name], part.stage_index, part.microbatch_index)
+            Action(
+                KINDS[part.computation_type.name],
+                part.stage_index,
+                part.microbatch_index,
+                with_next=part is not (action.sub_actions or [action])[-1],
+            )
             for action in actions
             if action is not None
             for part in action.sub_actions or [action]
@@ -142,6 +159,7 @@ def test_known_bubbles():
     assert bubble_fraction("gpipe", 4, 8) == 3 / 8
     assert bubble_fraction("interleaved-1f1b", 4, 8, 2) == 3 / 16
     assert bubble_fraction("zbv", 4, 8) == 3 / 48
+    assert bubble_fraction("dualpipev", 4, 8) == 6 / 48
 
 
 def test_the_simulation_sees_worse_orders():

@@ -64,8 +64,11 @@ def bubble_fraction(schedule: str, p: int, m: int, v: int = 1) -> float:
 
     (p-1)/m; interleaved (p-1)/(v m) (2104.04473, 2.2). Zero bubble, with halves of equal length for
     inputs and weights: p-1 to 6m units of work, while the pipeline fills; with fewer than 2p-1
-    micro-batches two units for each that is missing, if that is more.
+    micro-batches two units for each that is missing, if that is more. dualpipev: twice that, for
+    what the first of an overlapped pair computes is sent after the second.
     """
+    if schedule == "dualpipev":
+        return 2 * (p - 1) / (6 * m)
     if schedule in ZERO_BUBBLE:
         return max(p - 1, 2 * (2 * p - 1 - m)) / (6 * m)
     return (p - 1) / ((v if schedule == "interleaved-1f1b" else 1) * m)

@@ -17,10 +17,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
-from stepwell.plan.schedule_actions import Action, Kind, check_schedule, schedule_actions
+from stepwell.plan.schedule_actions import Action, check_schedule, schedule_actions
 from stepwell.types import ConfigError
-
-KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Costs:
         return len(self.forward_s)
 
     def of(self, action: Action) -> float:
-        kind, stage, _ = action
+        kind, stage = action.kind, action.stage
         if kind == "F":
             return self.forward_s[stage]
         if kind == "W":
@@ -159,12 +157,72 @@ def _peaks(events: Sequence[Event], places: Sequence[int], num_places: int) -> l
 
 
 class _Done(NamedTuple):
-    number: int
+    """end_s: when its own rank has the result. sent_s, number: when others may have it, and the
+    event that ended then; None: not yet."""
+
     rank: int
     end_s: float
+    sent_s: float | None = None
+    number: int = 0
 
 
 Key = tuple[str, int, int]
+
+
+class _Simulation:
+    def __init__(self, actions: Sequence[Sequence[Action]], costs: Costs):
+        self.actions, self.costs = actions, costs
+        self.events: list[Event] = []
+        self.done: dict[Key, _Done] = {}
+        self.waiting: dict[Key, int] = {}
+        self.last: list[int | None] = [None] * len(actions)
+        self.clock: list[float] = [0] * len(actions)
+        self.place = [0] * len(actions)
+        self.unsent: list[list[Key]] = [[] for _ in actions]
+
+    def run(self) -> None:
+        """Each rank goes on until it has to wait for another, which wakes it up."""
+        ready = list(range(len(self.actions)))
+        while ready:
+            rank = ready.pop()
+            row = self.actions[rank]
+            while self.place[rank] < len(row):
+                begin = self._begin(rank, row[self.place[rank]])
+                if begin is None:
+                    break
+                ready += self._do(rank, row[self.place[rank]], *begin)
+                self.place[rank] += 1
+
+    def _begin(self, rank: int, action: Action) -> tuple[float, int | None] | None:
+        """(when, after which event) it can begin; None: it waits for another rank."""
+        start, cause = self.clock[rank], self.last[rank]
+        need = _needed(action, self.costs.num_stages)
+        if need is None:
+            return start, cause
+        found = self.done.get(need)
+        if found is not None and found.rank == rank:
+            return start, cause
+        if found is None or found.sent_s is None:
+            self.waiting[need] = rank
+            return None
+        there = found.sent_s + self.costs.send_s
+        return (there, found.number) if there > start or cause is None else (start, cause)
+
+    def _do(self, rank: int, action: Action, start: float, cause: int | None) -> list[int]:
+        """Returns the ranks that this wakes up."""
+        number, end = len(self.events), start + self.costs.of(action)
+        self.events.append(Event(action, rank, start, end, cause))
+        self.clock[rank], self.last[rank] = end, number
+        kind, stage, micro_batch = action.key
+        key = ("I" if kind == "B" else kind, stage, micro_batch)
+        self.done[key] = _Done(rank, end)
+        self.unsent[rank].append(key)
+        if action.with_next:
+            return []
+        sent, self.unsent[rank] = self.unsent[rank], []
+        for key in sent:
+            self.done[key] = self.done[key]._replace(sent_s=end, number=number)
+        return [self.waiting.pop(key) for key in sent if key in self.waiting]
 
 
 def simulate(actions: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
@@ -174,45 +232,19 @@ def simulate(actions: Sequence[Sequence[Action]], costs: Costs) -> Timeline:
     where ranks wait for each other for ever, naming what waits for what.
     """
     check_actions(actions, costs.num_stages)
-    events: list[Event] = []
-    done: dict[Key, _Done] = {}
-    last: list[int | None] = [None] * len(actions)
-    clock: list[float] = [0] * len(actions)
-    place = [0] * len(actions)
-    waiting: dict[Key, int] = {}
-    ready = list(range(len(actions)))
-    while ready:
-        rank = ready.pop()
-        while place[rank] < len(actions[rank]):
-            action = actions[rank][place[rank]]
-            need = _needed(action, costs.num_stages)
-            if need is not None and need not in done:
-                waiting[need] = rank
-                break
-            start, cause = clock[rank], last[rank]
-            if need is not None:
-                there = done[need].end_s + (costs.send_s if done[need].rank != rank else 0)
-                if there > start or cause is None:
-                    start, cause = there, done[need].number
-            clock[rank] = start + costs.of(action)
-            last[rank] = len(events)
-            kind = "I" if action.kind == "B" else action.kind
-            key = (kind, action.stage, action.micro_batch)
-            done[key] = _Done(len(events), rank, clock[rank])
-            events.append(Event(action, rank, start, clock[rank], cause))
-            place[rank] += 1
-            if key in waiting:
-                ready.append(waiting.pop(key))
+    simulation = _Simulation(actions, costs)
+    simulation.run()
+    place = simulation.place
     stuck = [rank for rank, row in enumerate(actions) if place[rank] < len(row)]
     if stuck:
         raise ConfigError(_deadlock(actions, place, stuck, costs.num_stages))
-    return Timeline(tuple(events), len(actions), costs.num_stages)
+    return Timeline(tuple(simulation.events), len(actions), costs.num_stages)
 
 
 def _needed(action: Action, num_stages: int) -> Key | None:
     """What must be done before, anywhere. A backward pass needs its own forward pass, too, which
     what it needs from the stage behind has needed."""
-    kind, stage, micro_batch = action
+    kind, stage, micro_batch = action.key
     if kind == "F":
         return ("F", stage - 1, micro_batch) if stage else None
     if kind == "W":
@@ -237,13 +269,13 @@ def _deadlock(
 def check_actions(actions: Sequence[Sequence[Action]], num_stages: int) -> None:
     """Raises ConfigError unless each micro-batch goes once through each stage, every stage is on
     one rank, and backward passes are whole, or complete in halves, or left out."""
-    seen: set[Action] = set()
+    seen: set[Key] = set()
     rank_of: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
-            if action in seen:
+            if action.key in seen:
                 raise ConfigError(f"{action} is there twice; each action is done once")
-            seen.add(action)
+            seen.add(action.key)
             if not 0 <= action.stage < num_stages:
                 raise ConfigError(f"{action} is of no stage; costs are of {num_stages} stages")
             other = rank_of.setdefault(action.stage, rank)
@@ -252,11 +284,11 @@ def check_actions(actions: Sequence[Sequence[Action]], num_stages: int) -> None:
                     f"stage {action.stage} is on rank {other} and, for {action}, on rank {rank}; "
                     "it can be on one"
                 )
-    micro_batches = {action.micro_batch for action in seen}
-    trains = any(action.kind != "F" for action in seen)
+    micro_batches = {micro_batch for _, _, micro_batch in seen}
+    trains = any(kind != "F" for kind, _, _ in seen)
     for stage in range(num_stages):
         for i in micro_batches:
-            kinds = "".join(kind for kind in KINDS if Action(kind, stage, i) in seen)
+            kinds = "".join(kind for kind in "FBIW" if (kind, stage, i) in seen)
             if kinds not in (("FB", "FIW") if trains else ("F",)):
                 raise ConfigError(
                     f"micro-batch {i} has {kinds or 'nothing'} in stage {stage}; it needs "

@@ -2,8 +2,7 @@
 torch.
 
 Written out as torch.distributed.pipelining carries them out (`parallel/pipeline`): its lists,
-without the places where it expects a rank to wait, and with overlapped pairs as the two actions
-that the engine does one after the other.
+without the places where it expects a rank to wait.
 
 p pipeline ranks, v stages a rank, m micro-batches. Rank r has stages r, r + p, ...; in the V-shaped
 schedules r and 2p-1-r, on the way down and back up.
@@ -24,11 +23,20 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 
 
 class Action(NamedTuple):
-    """What a rank does with one micro-batch in one stage; printed as torch does ("2F0")."""
+    """What a rank does with one micro-batch in one stage; printed as torch does ("2F0").
+
+    with_next: the first of an overlapped pair, whose results torch sends after both. (The engine
+    does one after the other, so nothing is gained by that.)"""
 
     kind: Kind
     stage: int
     micro_batch: int
+    with_next: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """Which action it is."""
+        return self.kind, self.stage, self.micro_batch
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
@@ -125,9 +133,9 @@ class _List:
         self.num_backward: dict[int, int] = {}
         self.waiting: deque[Action] = deque()  # weights' gradients
 
-    def forward(self, stage: int) -> None:
+    def forward(self, stage: int, with_next: bool = False) -> None:
         number = self.num_forward.get(stage, 0)
-        self.actions.append(Action("F", stage, number))
+        self.actions.append(Action("F", stage, number, with_next))
         self.num_forward[stage] = number + 1
 
     def backward(self, stage: int, whole: bool = True) -> None:
@@ -194,14 +202,14 @@ def _dualpipev(p: int, m: int, rank: int) -> list[Action]:
         done.backward(up, whole=False)
         done.weights()
         done.forward(up)
-    for _ in range(m - 2 * p + rank + 1):
-        done.forward(down)
+    for number in range(m - 2 * p + rank + 1):
+        done.forward(down, with_next=number > 0 or behind > 0)
         done.backward(up)
-        done.forward(up)
+        done.forward(up, with_next=True)
         done.backward(down)
     for _ in range(behind):
         done.backward(up)
-        done.forward(up)
+        done.forward(up, with_next=True)
         done.backward(down)
     # half of what is left goes in halves
     for number, stage in enumerate([up, down] * (rank + 1)):

@@ -49,7 +49,7 @@ def timeline_svg(timeline: Timeline, title: str = "", unit: str = "") -> str:
         )
     first = _first_stages(timeline)
     for event in timeline.events:
-        kind, stage, micro_batch = event.action
+        kind, stage, micro_batch, _ = event.action
         x, y = LEFT + event.start_s * scale, TOP + event.rank * ROW
         width = (event.end_s - event.start_s) * scale
         fill = COLOURS[kind][stage != first[event.rank]]
