@@ -138,12 +138,13 @@ def packed_attention(
     window: int,
     firsts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (N, H, E) and log-sum-exp (N, H); window 0 means none. firsts: as in `attend`."""
+    """Output (N, H, E); and log-sum-exp (N, H) where the backward pass reads it, in documents that
+    torch's kernel takes both times. window 0 means none. firsts: as in `attend`."""
     out_NHE = torch.empty_like(q_NHE, memory_format=torch.contiguous_format)
-    lse_NH = torch.empty(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE), device=q_NHE.device)
+    lse_NH = torch.zeros(q_NHE.shape[:2], dtype=_lse_dtype(q_NHE), device=q_NHE.device)
     whole = (q_NHE, k_NKE, v_NKE, out_NHE, lse_NH)
     in_blocks, others = _divided(q_NHE, cu_seqlens, window, firsts, backward=False)
-    block_attention.forward_packed(*whole, in_blocks)
+    block_attention.forward_packed(*whole[:4], in_blocks)
     for stretch in _stretches(others):
         q, k, v, out, lse = (_view(x, *stretch) for x in whole)
         band = _band(stretch[2], window, q)

@@ -104,19 +104,16 @@ def forward_packed(
     k_NKE: Tensor,
     v_NKE: Tensor,
     out_NHE: Tensor,
-    lse_NH: Tensor,
     docs: Sequence[Doc],
 ) -> None:
-    """`forward` of documents among N tokens. Of what is not wanted the output is zero, or right,
-    and the log-sum-exp may be anything."""
+    """`forward` of documents among N tokens. Of what is not wanted the output is zero, or right."""
     for part in parts(docs, q_NHE.shape[1]):
         q, k, v = (part.load(x) for x in (q_NHE, k_NKE, v_NKE))
-        out, lse = part.room(out_NHE), part.room(lse_NH)
+        out = part.room(out_NHE)
         if part.first:
             out.zero_()
-        forward(q, k, v, out, lse, part.first)
+        forward(q, k, v, out, part.first)
         part.store(out_NHE, out)
-        part.store(lse_NH, lse)
 
 
 def backward_packed(
@@ -148,15 +145,9 @@ def pays(q: Tensor, length: int, backward: bool) -> bool:
 
 
 def forward(
-    q_BTHE: Tensor,
-    k_BTKE: Tensor,
-    v_BTKE: Tensor,
-    out_BTHE: Tensor,
-    lse_BTH: Tensor,
-    first: int = 0,
+    q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, out_BTHE: Tensor, first: int = 0
 ) -> None:
-    """Fills the output and the log-sum-exp of the scores, from query `first` on. T and `first` are
-    of whole blocks (`parts`)."""
+    """Fills the output from query `first` on. T and `first` are of whole blocks (`parts`)."""
     K = k_BTKE.shape[2]
     for docs, blocks in _work(q_BTHE, first):
         k, v = (_by_head(x[docs]) for x in (k_BTKE, v_BTKE))
@@ -166,9 +157,6 @@ def forward(
             probs = scores.softmax(-1)
             out = torch.bmm(probs.to(v.dtype), v[:, :S])
             _grouped_view(out_BTHE[docs, block], K).copy_(_split(out, K, S, block))
-            # The largest score has probability exp(score - lse), at least 1 / S.
-            lse = scores.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log_()
-            _grouped_view(lse_BTH[docs, block, :, None], K).copy_(_split(lse, K, S, block))
 
 
 def backward(
