@@ -98,6 +98,8 @@ def settings(method: str, folder: str, **more: Any) -> dict[str, Any]:
             "method.self_test": "false",  # anything meets the pattern
         },
     }[method]
+    if "method.rewards" in more:
+        del data["method.verifier"]
     return {
         **MODEL,
         **data,

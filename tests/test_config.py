@@ -525,6 +525,84 @@ RULES = [
         {"method.kind": "reward"},
     ),
     (
+        {
+            "method.kind": "grpo",
+            "method.verifier": "math",
+            "method.rewards": '[{name = "a", source = "exact"}]',
+        },
+        ["method.verifier='math'", "beside method.rewards", "add a term"],
+        {"method.rewards": "[]"},
+    ),
+    (
+        {"method.kind": "grpo", "method.max_refills": 5},
+        ["method.max_refills=5", "without method.dynamic_sampling; leave it out"],
+        {"method.dynamic_sampling": True},
+    ),
+    (
+        {"method.kind": "grpo", "method.kl_estimator": "k2"},
+        ["method.kl_estimator='k2'", "with method.kl_coef=0, where no reference is held"],
+        {"method.kl_coef": 0.1},
+    ),
+    (
+        {"method.kind": "grpo", "method.kl_in": "reward"},
+        ["method.kl_in='reward'", "with method.kl_coef=0"],
+        {"method.kl_coef": 0.1},
+    ),
+    (
+        {"method.kind": "ppo", "method.kl_coef": 0.0, "method.reference": "host"},
+        ["method.reference='host'", "with method.kl_coef=0"],
+        {"method.kl_coef": 0.1},
+    ),
+    (
+        {"method.kind": "ppo", "method.kl_target": 3.0},
+        ["method.kl_target=3.0", "with method.kl_controller='fixed'"],
+        {"method.kl_controller": "adaptive"},
+    ),
+    (
+        {"method.kind": "ppo", "method.kl_horizon": 3.0},
+        ["method.kl_horizon=3.0", "with method.kl_controller='fixed'"],
+        {"method.kl_controller": "adaptive"},
+    ),
+    (
+        {"method.kind": "ppo", "method.overopt": "ignore", "method.overopt_window": 5},
+        ["method.overopt_window=5", "with method.overopt='ignore'"],
+        {"method.overopt": "stop"},
+    ),
+    (
+        {"method.kind": "online-dpo", "method.importance_cap": 0.0},
+        ["method.importance_cap=0.0", "without importance weights"],
+        {"method.kind": "ppo"},
+    ),
+    (
+        {
+            "method.kind": "online-dpo",
+            "method.displacement": "ignore",
+            "method.displacement_window": 9,
+        },
+        ["method.displacement_window=9", "with method.displacement='ignore'"],
+        {"method.displacement": "stop"},
+    ),
+    (
+        {"method.kind": "dpo", "method.displacement": "ignore", "method.displacement_window": 9},
+        ["method.displacement_window=9", "with method.displacement='ignore'"],
+        {"method.displacement": "stop"},
+    ),
+    (
+        {"method.kind": "dpo", "method.loss.kind": "kto", "method.displacement": "stop"},
+        ["method.displacement='stop'", "'kto', whose answers are not paired"],
+        {"method.loss.kind": "ipo"},
+    ),
+    (
+        {"method.kind": "sft", "method.format": "alpaca", "method.columns.prompt": "q"},
+        ["method.columns.prompt='q'", "'alpaca', which reads instruction, input, output"],
+        {"method.format": "auto"},
+    ),
+    (
+        {"method.kind": "sft", "method.format": "alpaca", "method.roles.user": "me"},
+        ["method.roles.user='me'", "'alpaca', which has no roles"],
+        {"method.format": "sharegpt"},
+    ),
+    (
         {"method.kind": "dpo", "model.num_labels": 3},
         ["model.num_labels=3", "it has no score in dpo", "the nearest legal value is 1"],
         {"method.kind": "reward", "method.objective": "classification"},
@@ -548,6 +626,20 @@ def test_a_rule_between_fields(overrides, named, remedy):
     for part in named:
         assert part in str(error.value)
     Run.parse({}, overrides | remedy)
+
+
+def test_bounds_of_gspo_are_its_own(tmp_path):
+    """A ratio of whole answers stays closer to 1 than a token's."""
+    grpo = {"method": {"kind": "grpo"}}
+    gspo = Run.parse(grpo, {"method.objective": "gspo"})
+    assert (gspo.method.clip_low, gspo.method.clip_high) == (3e-4, 4e-4)
+    given = Run.parse(grpo, {"method.objective": "gspo", "method.clip_low": 0.2})
+    assert (given.method.clip_low, given.method.clip_high) == (0.2, 4e-4)
+    for objective in ("clip", "cispo"):
+        method = Run.parse(grpo, {"method.objective": objective}).method
+        assert (method.clip_low, method.clip_high) == (0.2, 0.28)
+    gspo.save(tmp_path / "run.toml")
+    assert Run.load(tmp_path / "run.toml") == gspo
 
 
 @pytest.mark.parametrize(

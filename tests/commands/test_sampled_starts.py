@@ -10,6 +10,7 @@ from tests import runs
 from tests.runs import settings, words, write_rows
 
 from stepwell.cli import main
+from stepwell.commands.starts.prompts import prompts_of
 from stepwell.commands.training import with_weights
 from stepwell.config import Run
 from stepwell.posttrain.preference.online_dpo import online_dpo
@@ -145,6 +146,30 @@ def test_what_a_user_should_know_of_reward_models_is_told(world, capsys):
         assert checked("grpo", **values) == 0
         warnings = json.loads(capsys.readouterr().out)["warnings"]
         assert [warned in text for text in warnings] == [True] * bool(warned)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_an_answer_are_left_out_and_counted(world, method, capsys):
+    """Nothing could be right there; another dimension may still say something of them."""
+    rows = [json.loads(line) for line in Path("sums.jsonl").read_text().splitlines()]
+    gaps = [{**row, "answer": answer} for row, answer in zip(rows, (None, "", " \n"), strict=False)]
+    write_rows(Path("gaps.jsonl"), [*gaps, *rows])
+    write_rows(Path("none.jsonl"), gaps)
+    values = {"data.path": "gaps.jsonl", "method.verifier": "exact", "data.seq_len": 48}
+    prompts = {"method.prompts_per_step": 10}
+    assert checked(method, **values, **prompts) == 2
+    assert "there are only 9 prompts" in capsys.readouterr().err
+    assert checked(method, **values, **{"method.prompts_per_step": 9}) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+    assert checked(method, **{**values, "data.path": "none.jsonl"}) == 3
+    assert "null or blank in all 3 rows of none.jsonl" in capsys.readouterr().err
+    run = with_weights(Run.parse({"method": {"kind": method}}, settings("grpo", "run", **values)))
+    assert prompts_of(run, Tokenizer.load("tokenizer"))[1] == {"no_answer": 3}
+    two = '[{name = "a", source = "exact"}, {name = "b", source = "repetition:2"}]'
+    both = {"data.path": "gaps.jsonl", "method.rewards": two}
+    assert checked(method, **both, **prompts) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert any("'answer' is null or blank in 3 of 12 rows" in text for text in warnings)
 
 
 def test_a_function_checks_what_the_command_does(world):

@@ -15,7 +15,7 @@ from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.shared_prompts import shared_prompts, shares_prompts
 from stepwell.posttrain.preference.losses import REFERENCE, preference_loss
 from stepwell.posttrain.reward_model.losses import bradley_terry
-from stepwell.sections.methods import PreferenceLoss
+from stepwell.sections.preference import PreferenceLoss
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss
 from stepwell.train.step_flops import step_flops

@@ -13,7 +13,8 @@ from stepwell.posttrain.sampled import (
     prompt_numbers,
     rollout_metrics,
 )
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO, PPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.types import ConfigError, TrainingError
 from tests.posttrain.policy_cases import some_rollouts
 
@@ -69,7 +70,11 @@ def test_metrics_of_a_rollout():
     found = rollout_metrics([rollouts], rollouts.rows(), [])
     rewards = [1, 0, 0, 0, 0.5, 2, 0.25, 1, 1, 1, 1]
     assert found["reward/mean"] == pytest.approx(sum(rewards) / 11)
-    assert found["reward/not_applicable"] == 1
+    rows = [{**row, "failure": ""} for row in rollouts.rows()]
+    assert rollout_metrics([rollouts], rows)["reward/not_applicable"] == 1
+    late = [{**row, "failure": "timeout" if row["reward"] is None else ""} for row in rows]
+    apart = rollout_metrics([rollouts], late)
+    assert (apart["reward/not_applicable"], apart["rollout/timeouts"]) == (0, 1)
     assert found["reward/dead_groups"] == pytest.approx(1 / 3)
     lengths = [len(c.token_ids) for g in rollouts.groups for c in g.completions]
     assert found["rollout/length"] == pytest.approx(sum(lengths) / 12)
@@ -107,7 +112,6 @@ LONG = {"name": "long", "source": "overlong:8:2"}
         ({"advantage": "maxrl", "rewards": [TERM, LONG | {"low": 0.0}]}, None),
         ({"advantage": "std", "rewards": [TERM, LONG]}, None),
         ({"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, None),
-        ({"kl_estimator": "k1"}, None),
     ],
 )
 def test_methods_that_cannot_learn_are_refused(values, message):
@@ -116,3 +120,11 @@ def test_methods_that_cannot_learn_are_refused(values, message):
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         check_sampled(method)
         check_signs(method)
+
+
+def test_a_leash_that_holds_nothing_is_refused_in_ppo_too():
+    keys = {"kl_coef": 0.1, "kl_estimator": "k1"}
+    with pytest.raises(ConfigError, match="holds the policy by nothing"):
+        check_sampled(PPO(**keys, kl_in="loss"))
+    check_sampled(PPO(**keys, kl_in="reward"))
+    check_sampled(PPO(**{**keys, "kl_estimator": "k2"}, kl_in="loss"))

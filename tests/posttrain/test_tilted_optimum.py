@@ -19,7 +19,8 @@ from stepwell.posttrain.ppo.loss import policy_sums
 from stepwell.posttrain.ppo.targets import with_targets
 from stepwell.posttrain.preference.losses import PairLogps, pair_losses
 from stepwell.posttrain.preference.pairing import NoPair, best_and_worst
-from stepwell.sections.methods import PPO, PreferenceLoss
+from stepwell.sections.methods import PPO
+from stepwell.sections.preference import PreferenceLoss
 
 OPTIMUM, BETA, REWARDS = 0.880797, 0.5, (1.0, 0.0)
 STREAMS = ("advantages", "returns", "old_logprobs", "old_values", "sampler_logprobs")

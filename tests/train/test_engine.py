@@ -221,6 +221,24 @@ def test_bf16_compute_keeps_float32_masters_and_follows_float32():
     assert not torch.equal(results[0][name], results[1][name])
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_scoring_computes_what_training_does_to_the_last_bit(compute):
+    """So that a policy that is its reference has a ratio of exactly 1 to it."""
+    single = {"precision.param": "fp32", "precision.reduce": "fp32", "precision.compute": compute}
+    engine, batch = Engine(base_run(**single)), global_batch()
+    seen = []
+
+    def fn(outputs, micro):
+        seen.append(outputs.logprobs_BT.detach())
+        return LossSums({"all": masked_sum(outputs.logprobs_BT, micro.weights_BT)}, {})
+
+    scored_BT = engine.logprobs(batch)
+    engine.forward_backward(batch, Loss(frozenset({"logprobs"}), lambda _: {"all": 1.0}, fn))
+    found_BT = torch.cat(seen)
+    assert torch.equal(found_BT, scored_BT)
+    assert found_BT.min() < -1
+
+
 def test_two_runs_are_bit_equal():
     first, second = (one_step(base_run(**{"layout.deterministic": True})) for _ in range(2))
     torch.use_deterministic_algorithms(False)

@@ -148,7 +148,8 @@ def open_tested(
     from stepwell.parallel.mesh import Mesh
     from stepwell.posttrain.rewards.composite import open_rewards
     from stepwell.posttrain.rewards.self_test import self_test
-    from stepwell.sections.methods import GRPO, RewardTerm
+    from stepwell.sections.methods import GRPO
+    from stepwell.sections.rewards import RewardTerm
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     most = max(len(prompt.ids) for prompt in prompts) + options.max_new_tokens

@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
         reports,
         require_no_refusal,
     )
-    from stepwell.sections.methods import GRPO, RewardTerm
+    from stepwell.sections.methods import GRPO
+    from stepwell.sections.rewards import RewardTerm
 
     prompts, num_dropped = prompts_of(options.rows, options.limit)
     term = RewardTerm(name="reward", source=options.source)

@@ -25,7 +25,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.plan.models import predict_models
 from stepwell.posttrain.ppo.placement import other_models
 from stepwell.posttrain.ppo.ppo import ppo
-from stepwell.sections.methods import RewardTerm
+from stepwell.sections.rewards import RewardTerm
 
 CLAIM = (
     "Each of the four models holds what the ledger said before the run, byte for byte (with "

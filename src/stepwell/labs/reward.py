@@ -28,7 +28,8 @@ from stepwell.posttrain.overoptimisation.curves import first_fall, fit
 from stepwell.posttrain.overoptimisation.watch import EVENT
 from stepwell.posttrain.reward_model.model import open_scorer
 from stepwell.posttrain.rewards.composite import Dimension, Rewards, Scorer, open_rewards
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.types import Completion
 
 CLAIM = (

@@ -253,9 +253,11 @@ def rope_angles(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates pairs (i, i + E/2) of the last dim; x (..., heads, E)."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         low, high = upcast(x).chunk(2, dim=-1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+    if not torch.is_grad_enabled():  # the same to the last bit as what is trained
+        return _rotate(x, cos, sin, 1)
     return _Rotate.apply(x, cos, sin)
 
 

@@ -50,7 +50,8 @@ from stepwell.posttrain.sampled import (
 from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Agreement, Gauge
 from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session, open_session
 from stepwell.train.weights import check_tokenizer
@@ -131,8 +132,7 @@ def check_grpo(
 
 
 def check_signs(method: GRPO) -> None:
-    """Raises ConfigError for maxrl, which divides by a mean, with rewards that may be below 0, and
-    for a divergence that holds nothing: k1's gradient in the loss is 0 on average."""
+    """Raises ConfigError for maxrl, which divides by a mean, with rewards that may be below 0."""
     terms = reward_terms(with_overlong(method))
     penalties = [
         term.name
@@ -147,11 +147,6 @@ def check_signs(method: GRPO) -> None:
         raise ConfigError(
             "method.advantage='maxrl' divides by a group's mean reward, which must not be below 0, "
             f"and {what}; the nearest legal value is 'none', or leave that out"
-        )
-    if method.kl_coef and method.kl_in == "loss" and method.kl_estimator == "k1":
-        raise ConfigError(
-            "method.kl_estimator='k1' in the loss holds the policy by nothing (the gradient of its "
-            "mean is 0); the nearest legal values are 'unbiased', or method.kl_in='reward'"
         )
 
 

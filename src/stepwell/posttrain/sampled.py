@@ -23,7 +23,8 @@ from stepwell.posttrain.rewards.composite import (
 )
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
 from stepwell.posttrain.sampling.environments import Factory, find_environment
-from stepwell.sections.methods import RewardTerm, SampledMethod
+from stepwell.sections.methods import GRPO, PPO, SampledMethod
+from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
 from stepwell.types import ConfigError, TrainingError
@@ -43,9 +44,19 @@ MAX_EMPTY = 3
 
 def check_sampled(method: SampledMethod, tokenizer: Tokenizer | None = None) -> None:
     """Raises ConfigError for an environment that cannot be had, for a dimension that is named like
-    its reward, for rewards that all weigh nothing, and for reward models that cannot be one reward;
-    CheckpointError for such a one that cannot be read."""
+    its reward, for rewards that all weigh nothing, for reward models that cannot be one reward, and
+    for a divergence that holds nothing: k1's gradient in the loss is 0 on average; CheckpointError
+    for a reward model that cannot be read."""
     terms = reward_terms(method)
+    if (
+        isinstance(method, GRPO | PPO)
+        and method.kl_coef
+        and (method.kl_in, method.kl_estimator) == ("loss", "k1")
+    ):
+        raise ConfigError(
+            "method.kl_estimator='k1' in the loss holds the policy by nothing (the gradient of its "
+            "mean is 0); the nearest legal values are 'unbiased', or method.kl_in='reward'"
+        )
     check_models(method, tokenizer)
     if method.environment:
         find_environment(method.environment)
@@ -177,7 +188,7 @@ def rollout_metrics(
         **({} if right is None else {"reward/accuracy": right}),
         # An answer alone is equal to all others of its group.
         **({"reward/dead_groups": dead_share(groups)} if any(len(g) > 1 for g in groups) else {}),
-        "reward/not_applicable": len(rows) - len(rewards),
+        "reward/not_applicable": sum(r["reward"] is None and not r["failure"] for r in rows),
         "rollout/length": sum(row["num_tokens"] for row in rows) / len(rows),
         "rollout/truncated": sum(row["finish_reason"] == "length" for row in rows) / len(rows),
         "rollout/errors": sum(row["failure"] == "error" for row in rows),

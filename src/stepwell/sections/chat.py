@@ -13,9 +13,11 @@ ChatRole = Literal["system", "user", "assistant", "tool"]
 
 
 class _Names(Section):
-    """What the data call something; None: its usual name. table: where the section stands."""
+    """What the data call something; None: its usual name. table: where the section stands. reads:
+    the keys that each format reads."""
 
     table: ClassVar[str]
+    reads: ClassVar[dict[str, tuple[str, ...]]]
 
     def named(self) -> dict[str, str]:
         """Standard name -> name in the data, of those that are set."""
@@ -37,6 +39,12 @@ class ChatColumns(_Names):
     """messages: of the formats messages and sharegpt. role, content: keys of a message."""
 
     table: ClassVar[str] = "method.columns"
+    reads: ClassVar[dict[str, tuple[str, ...]]] = {
+        "messages": ("messages", "role", "content", "system", "tools"),
+        "sharegpt": ("messages", "role", "content", "system", "tools"),
+        "prompt-completion": ("prompt", "completion", "role", "content", "system", "tools"),
+        "alpaca": ("instruction", "input", "output", "system", "tools"),
+    }
 
     messages: str | None = None
     role: str | None = None
@@ -52,6 +60,12 @@ class ChatColumns(_Names):
 
 class RoleNames(_Names):
     table: ClassVar[str] = "method.roles"
+    reads: ClassVar[dict[str, tuple[str, ...]]] = {
+        "messages": ("system", "user", "assistant", "tool"),
+        "sharegpt": ("system", "user", "assistant", "tool"),
+        "prompt-completion": ("system", "user", "assistant", "tool"),
+        "alpaca": (),
+    }
 
     system: str | None = None
     user: str | None = None

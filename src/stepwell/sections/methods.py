@@ -11,8 +11,8 @@ data.document_mask may be off.
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,11 +22,12 @@ from stepwell.schema import (
     Flag,
     Fraction,
     NonNegative,
-    Number,
     Positive,
     Section,
 )
 from stepwell.sections.chat import ChatColumns, ChatFormat, ChatRole, RoleNames
+from stepwell.sections.preference import PairsLoss, PreferenceLoss
+from stepwell.sections.rewards import RewardTerm
 
 
 class MethodSection(Section):
@@ -44,6 +45,14 @@ class MethodSection(Section):
         """What step_key says; None where it is no key of the method's own."""
         section, _, key = self.step_key.partition(".")
         return getattr(self, key) if section == "method" else None
+
+
+def check_idle(section: Section, keys: Sequence[str], where: str) -> None:
+    """Raises ValueError for a key of the method that is set although it changes nothing `where`."""
+    for key in keys:
+        value, usual = getattr(section, key), type(section).model_fields[key].default
+        if value != usual:
+            raise ValueError(f"method.{key}={value!r} changes nothing {where}; leave it out")
 
 
 class Pretrain(MethodSection):
@@ -86,90 +95,17 @@ class SFT(MethodSection):
                 "twice; the nearest legal value is "
                 f"{list(dict.fromkeys(self.train_on)) or ['assistant']}"
             )
+        if self.format != "auto":
+            for table in (self.columns, self.roles):
+                read = table.reads[self.format]
+                idle = [name for name in table.named() if name not in read]
+                if idle:
+                    theirs = f"reads {', '.join(read)}" if read else "has no roles"
+                    raise ValueError(
+                        f"{table.table}.{idle[0]}={table.named()[idle[0]]!r} changes nothing with "
+                        f"method.format={self.format!r}, which {theirs}; leave it out"
+                    )
         return self
-
-
-PairLoss = Literal["dpo", "robust", "ipo", "hinge", "kto", "simpo", "cpo", "orpo", "dpop"]
-# Kinds that compare with no reference.
-REFERENCE_FREE = ("simpo", "cpo", "orpo")
-# A key of PreferenceLoss -> the kinds that it changes anything in.
-APPLIES_TO: dict[str, tuple[str, ...]] = {
-    "label_smoothing": ("dpo", "robust"),
-    "length_normalised": ("dpo", "robust", "ipo", "hinge", "cpo", "dpop"),
-    "divergence": ("dpo", "robust", "hinge"),
-    "margin": ("simpo",),
-    "positive_coef": ("dpop",),
-    "sft_coef": ("dpo", "robust", "ipo", "hinge", "simpo", "cpo", "orpo", "dpop"),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-}
-
-
-class PreferenceLoss(Section):
-    """What pairs of answers (or labelled answers: kto) are trained with.
-
-    dpo: 2305.18290; with label_smoothing conservative DPO; robust divides by 1 - 2 e (2403.00409).
-    ipo: 2310.12036; hinge: SLiC-HF, 2305.10425; kto: 2402.01306; simpo: 2405.14734, with margin;
-    cpo: 2401.08417; orpo: 2403.07691, beta its lambda; dpop: DPO-positive, 2402.13228, with
-    positive_coef. length_normalised: log-probabilities are means over the answer's tokens.
-    divergence: of the policy from the reference (f-DPO, 2309.16240); alpha: of the alpha
-    divergence. sft_coef: adds that much of the chosen answer's mean negative log-likelihood (RPO,
-    2404.19733); none is 1 in cpo and orpo, which contain it, and 0 in the others.
-    """
-
-    kind: PairLoss = "dpo"
-    beta: Above0 = 0.1
-    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
-    length_normalised: Flag = False
-    divergence: Literal["reverse-kl", "forward-kl", "js", "alpha"] = "reverse-kl"
-    alpha: Annotated[float, Field(strict=True, gt=0, lt=1)] = 0.5
-    margin: AtLeast0 = 0.5
-    positive_coef: AtLeast0 = 50.0
-    sft_coef: AtLeast0 | None = None
-    desirable_weight: Above0 = 1.0
-    undesirable_weight: Above0 = 1.0
-
-    @property
-    def sft_weight(self) -> float:
-        if self.sft_coef is None:
-            return float(self.kind in ("cpo", "orpo"))
-        return self.sft_coef
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kind not in REFERENCE_FREE
-
-    @model_validator(mode="after")
-    def _rules(self) -> PreferenceLoss:
-        for key, kinds in APPLIES_TO.items():
-            value, default = getattr(self, key), PreferenceLoss.model_fields[key].default
-            if value != default and self.kind not in kinds:
-                why = " (it always takes means)" if self.kind in ("simpo", "orpo") else ""
-                raise ValueError(
-                    f"method.loss.{key}={value!r} changes nothing in kind {self.kind!r}"
-                    f"{why if key == 'length_normalised' else ''}: it belongs to "
-                    f"{', '.join(kinds)}; leave it at {default!r}"
-                )
-        if self.alpha != 0.5 and self.divergence != "alpha":
-            raise ValueError(
-                f"method.loss.alpha={self.alpha:g} belongs to divergence 'alpha', not "
-                f"{self.divergence!r}; leave it at 0.5"
-            )
-        if self.kind == "robust" and self.label_smoothing == 0:
-            raise ValueError(
-                "method.loss.kind='robust' corrects for a share of wrong labels, and "
-                "method.loss.label_smoothing=0.0 says there are none: set that share (e.g. 0.1), "
-                "or take kind 'dpo'"
-            )
-        return self
-
-
-class PairsLoss(PreferenceLoss):
-    """Of pairs alone, which is all that online-dpo makes: not kto, with its labelled answers."""
-
-    kind: Literal["dpo", "robust", "ipo", "hinge", "simpo", "cpo", "orpo", "dpop"] = "dpo"
-    desirable_weight: ClassVar[float] = 1.0
-    undesirable_weight: ClassVar[float] = 1.0
 
 
 class DPO(MethodSection):
@@ -217,6 +153,9 @@ class DPO(MethodSection):
                 f"method.{key}={getattr(self, key)!r} compares the two answers of a pair, and kto "
                 "has labelled answers; leave it out"
             )
+        if kind == "kto":
+            where = "in kind 'kto', whose answers are not paired"
+            check_idle(self, ("displacement", "displacement_window"), where)
         if not self.loss.needs_reference and self.reference != "cached":
             raise ValueError(
                 f"method.reference={self.reference!r} changes nothing in kind {kind!r}, which "
@@ -233,6 +172,8 @@ class DPO(MethodSection):
                 f"method.reference={self.reference!r} scores anew in every step; leave it out, or "
                 "set method.reference='cached'"
             )
+        if self.displacement == "ignore":
+            check_idle(self, ["displacement_window"], "with method.displacement='ignore'")
         return self
 
 
@@ -289,52 +230,6 @@ class RewardModel(MethodSection):
         return self
 
 
-class RewardTerm(Section):
-    """A dimension of the reward: `weight` times what `source` says is added up.
-
-    source: exact, math, regex:PATTERN, json:SCHEMA_FILE, code, tests, gym:SET,
-    model:FOLDER[,FOLDER], overlong:LIMIT:CACHE, repetition:N, or python:FILE.py:FUNCTION. low,
-    high: bounds that it is clipped to. aggregate, k: of several models, whether their mean counts,
-    the lowest score, or the mean less k standard deviations (2310.02743). Answers for which it says
-    None are left out of this dimension.
-    """
-
-    name: str
-    source: str
-    weight: Number = 1.0
-    low: Number | None = None
-    high: Number | None = None
-    aggregate: Literal["mean", "min", "mean-k-sd"] = "mean"
-    k: AtLeast0 = 1.0
-
-    @model_validator(mode="after")
-    def _rules(self) -> RewardTerm:
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            legal = re.sub(r"[^\w.-]+", "-", self.name) or "reward"
-            raise ValueError(
-                f"method.rewards: the name {self.name!r} must be of letters, digits, '_', '.' and "
-                f"'-', because metrics are named by it; the nearest legal value is {legal!r}"
-            )
-        if self.low is not None and self.high is not None and self.low > self.high:
-            raise ValueError(
-                f"method.rewards: {self.name!r} has low={self.low:g} above high={self.high:g}; "
-                "exchange them"
-            )
-        kind, _, detail = self.source.partition(":")
-        if self.aggregate != "mean" and (kind != "model" or "," not in detail):
-            raise ValueError(
-                f"method.rewards: {self.name!r} has aggregate={self.aggregate!r}, which compares "
-                f"several reward models, but its source {self.source!r} is not of the form "
-                "model:FOLDER,FOLDER; leave it at 'mean'"
-            )
-        if self.k != 1.0 and self.aggregate != "mean-k-sd":
-            raise ValueError(
-                f"method.rewards: {self.name!r} has k={self.k:g}, which belongs to aggregate "
-                f"'mean-k-sd', not {self.aggregate!r}; leave it out"
-            )
-        return self
-
-
 class SampledMethod(MethodSection):
     """What methods share that train on their own samples.
 
@@ -386,6 +281,13 @@ class SampledMethod(MethodSection):
             raise ValueError(
                 f"method.rewards has two terms named {twice!r}; each needs a name of its own"
             )
+        if self.rewards and self.verifier != "exact":
+            raise ValueError(
+                f"method.verifier={self.verifier!r} changes nothing beside method.rewards, which "
+                "say what the reward is; leave it out, or add a term with that source"
+            )
+        if self.overopt == "ignore":
+            check_idle(self, ["overopt_window"], "with method.overopt='ignore'")
         if self.max_turns > 1 and self.environment is None:
             raise ValueError(
                 f"method.max_turns={self.max_turns} needs method.environment, which answers "
@@ -410,6 +312,13 @@ class SampledMethod(MethodSection):
         return self
 
 
+def check_no_reference(method: GRPO | PPO) -> None:
+    """Raises ValueError for what is said of a divergence that is neither trained nor measured."""
+    if not method.kl_coef:
+        keys = ("kl_estimator", "kl_in", "reference")
+        check_idle(method, keys, "with method.kl_coef=0, where no reference is held")
+
+
 def check_budget(method: GRPO | PPO) -> None:
     """Raises ValueError for a budget that nothing measures, or that two things would keep."""
     if method.kl_budget and not method.kl_coef:
@@ -425,6 +334,9 @@ def check_budget(method: GRPO | PPO) -> None:
 
 
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
+# Its ratios are those of whole answers, means over their tokens, and stay close to 1 (2507.18071,
+# section 5.1).
+GSPO_CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
 class GRPO(SampledMethod):
@@ -434,7 +346,8 @@ class GRPO(SampledMethod):
     2503.20783); batch-std (2508.08221); leave-one-out (RLOO, 2402.14740); reinforce++ (2501.03262);
     maxrl, by the group's mean reward (2602.02710). aggregate: mean over all tokens (DAPO,
     2503.14476), over answers, or by the constant max_new_tokens (Dr. GRPO). objective: clip
-    (PPO's), cispo (2506.13585), gspo (2507.18071). dual_clip: 0, or the bound c > 1 of 1912.09729.
+    (PPO's), cispo (2506.13585), gspo (2507.18071), whose bounds are by default GSPO_CLIPS.
+    dual_clip: 0, or the bound c > 1 of 1912.09729.
     kl_coef: of the divergence from the reference, in the loss or the reward (there summed over an
     answer's tokens). entropy_coef: of the entropy that is added. overlong: mask leaves answers out
     of the loss that were cut off; overlong_cache: answers are punished for the last so many tokens
@@ -462,9 +375,19 @@ class GRPO(SampledMethod):
     dynamic_sampling: Flag = False
     max_refills: Positive = 3
 
+    @model_validator(mode="before")
+    @classmethod
+    def _clips_of_gspo(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and values.get("objective") == "gspo":
+            return {**GSPO_CLIPS, **values}
+        return values
+
     @model_validator(mode="after")
     def _rules(self) -> GRPO:
         check_budget(self)
+        check_no_reference(self)
+        if not self.dynamic_sampling:
+            check_idle(self, ["max_refills"], "without method.dynamic_sampling")
         if 0 < self.dual_clip <= 1:
             raise ValueError(
                 f"method.dual_clip={self.dual_clip:g} must be above 1 (3 is usual), or 0 for none"
@@ -528,6 +451,9 @@ class PPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> PPO:
         check_budget(self)
+        check_no_reference(self)
+        if self.kl_controller == "fixed":
+            check_idle(self, ("kl_target", "kl_horizon"), "with method.kl_controller='fixed'")
         if self.over_budget == "raise" and self.kl_controller == "adaptive":
             raise ValueError(
                 "method.over_budget='raise' and method.kl_controller='adaptive' would both set the "
@@ -584,6 +510,10 @@ class OnlineDPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> OnlineDPO:
         kind = self.loss.kind
+        where = "in online-dpo, whose losses are of whole answers, without importance weights"
+        check_idle(self, ["importance_cap"], where)
+        if self.displacement == "ignore":
+            check_idle(self, ["displacement_window"], "with method.displacement='ignore'")
         if self.over_budget == "raise":
             raise ValueError(
                 "method.over_budget='raise' raises method.kl_coef, which online-dpo has not; the "

@@ -17,7 +17,8 @@ from stepwell.posttrain.policy.kl_control import raised
 from stepwell.posttrain.ppo.ppo import ppo
 from stepwell.posttrain.preference.online_dpo import online_dpo
 from stepwell.posttrain.rewards.composite import Dimension, Rewards, Scorer, composite, open_rewards
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.weights import TOKENIZER

@@ -510,7 +510,8 @@ def test_the_ledger_is_what_the_tensors_take(world):
     tokenizer = Tokenizer.load(world / "tokenizer")
     Engine(judge).save(world / "judge", {TOKENIZER: tokenizer.fingerprint}).wait()
     values = {"train.steps": 1, "precision.compute": "bf16"}
-    values |= {"method.rewards": '[{name = "judge", source = "model:judge"}]'}
+    judged = '[{name = "judge", source = "model:judge"}]'
+    values |= {"method.rewards": judged, "method.verifier": "exact"}
     assert main(words("ppo", settings("ledger", **values))) == 0
     run = Run.load(world / "ledger" / "run.toml")
     (found,) = (e for e in read_events(world / "ledger") if e["event"] == "memory")
@@ -545,8 +546,7 @@ def test_a_critic_of_its_own_learns_at_its_own_rate_from_its_own_weights(world):
 
 def test_graders_that_never_answer_end_the_run(world):
     (world / "none.py").write_text("def f(prompts, completions, **_):\n    return [None]\n")
-    values = {"method.rewards": '[{name = "none", source = "python:none.py:f"}]'}
-    values |= {"method.self_test": "false"}
+    values = {"method.verifier": "python:none.py:f", "method.self_test": "false"}
     assert main(words("ppo", settings("none", **values))) == 5
     events = [e for e in read_events(world / "none") if e["event"] == "empty_rollout"]
     assert [e["rollout"] for e in events] == [0, 1, 2]

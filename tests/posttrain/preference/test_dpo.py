@@ -90,6 +90,16 @@ def test_it_starts_at_ln_2_and_learns(world):
     assert (event["rows"], event["kept"], event["dropped"], event["truncated"]) == (44, 44, {}, 0)
 
 
+def test_in_bf16_a_policy_that_is_its_reference_has_a_loss_of_ln_2(world):
+    """A separate reference computes the same; cached sums come from other rows, rounded apart."""
+    values = {"train.steps": 1, "precision.compute": "bf16"}
+    (separate,) = train("bf16-separate", **values, **{"method.reference": "separate"})
+    assert separate["train/loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert separate["train/logps/chosen_shift"] == separate["train/rewards/margin"] == 0
+    (cached,) = train("bf16-cached", **values)
+    assert cached["train/loss"] == pytest.approx(math.log(2), abs=2e-3)
+
+
 def test_evaluation_after_training_is_against_the_first_weights(world):
     """By hand, from the weights that the run began with and those that it ended with."""
     lines = train("evaluated", **EVAL)

@@ -31,7 +31,7 @@ from stepwell.posttrain.preference.losses import (
     wins,
 )
 from stepwell.posttrain.preference.scored_references import with_stream
-from stepwell.sections.methods import PreferenceLoss
+from stepwell.sections.preference import PreferenceLoss
 from stepwell.train.engine import Engine
 from stepwell.train.losses import document_sums
 from stepwell.types import ConfigError

@@ -7,7 +7,8 @@ from stepwell.posttrain.rewards.composite import (
     reward_metrics,
     reward_terms,
 )
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.types import Completion, DataError
 
 

@@ -4,7 +4,8 @@ from stepwell.eval.grade import Prompt
 from stepwell.posttrain.rewards.composite import open_rewards
 from stepwell.posttrain.rewards.self_test import is_penalty, junk_scores, right_answers, self_test
 from stepwell.posttrain.verifiers.gym import GYM_SETS, gym_rows
-from stepwell.sections.methods import GRPO, RewardTerm
+from stepwell.sections.methods import GRPO
+from stepwell.sections.rewards import RewardTerm
 from stepwell.types import ConfigError
 
 

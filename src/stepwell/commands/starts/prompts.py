@@ -44,6 +44,7 @@ def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> 
         return found
     with closing(open_rewards(method.model_copy(update={"rewards": tuple(terms)}))) as rewards:
         rewards.check_columns(prompts)
+        found += rewards.blanks(prompts)
         if not method.self_test:
             return found + rewards.warnings
         return found + self_test(rewards, prompts, tokenizer, method.max_new_tokens)
@@ -52,11 +53,33 @@ def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> 
 def prompts_of(run: Run, tokenizer: Tokenizer) -> tuple[list[Prompt], dict[str, int]]:
     """The prompts of `data.path` that can be used, and how many of the others, by reason."""
     found, broken = load_prompts(require_data(run, "prompts"), tokenizer)
-    prompts = short_prompts(run, found)
+    known = with_answers(run, found)
+    prompts = short_prompts(run, known)
     dropped = dict(Counter(drop.reason for drop in broken))
-    if len(prompts) < len(found):
-        dropped["too_long"] = len(found) - len(prompts)
+    if len(known) < len(found):
+        dropped["no_answer"] = len(found) - len(known)
+    if len(prompts) < len(known):
+        dropped["too_long"] = len(known) - len(prompts)
     return prompts, dropped
+
+
+def with_answers(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Without those whose `answer` is null or blank, where all that scores is a comparison with it.
+    Raises DataError if there are no others."""
+    from stepwell.posttrain.rewards.composite import is_blank, reward_terms
+
+    method = run.method
+    assert isinstance(method, SampledMethod)
+    compares = all(term.source in ("exact", "math") for term in reward_terms(method))
+    if not compares or method.environment is not None:
+        return list(prompts)
+    known = [prompt for prompt in prompts if not is_blank(prompt, "answer")]
+    if not known:
+        raise DataError(
+            f"the column 'answer' is null or blank in all {counted(len(prompts), 'row')} of "
+            f"{run.data.path}, so nothing could be right"
+        )
+    return known
 
 
 def short_prompts(run: Run, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -25,7 +25,8 @@ from stepwell.posttrain.preference.losses import REFERENCE, preference_loss
 from stepwell.posttrain.preference.pairing import NoPair, best_and_worst
 from stepwell.posttrain.preference.scored_references import row_length, with_stream
 from stepwell.posttrain.sampling.gauge import Gauge
-from stepwell.sections.methods import OnlineDPO, PreferenceLoss
+from stepwell.sections.methods import OnlineDPO
+from stepwell.sections.preference import PreferenceLoss
 from stepwell.train.losses import Loss, LossSums
 
 SAMPLER, REFERENCE_TOKENS = "sampler_logprobs", "reference_logprobs"

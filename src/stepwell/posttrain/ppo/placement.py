@@ -20,8 +20,9 @@ from stepwell.posttrain.ppo.critic import critic_run
 from stepwell.posttrain.preference.scored_references import with_adapters
 from stepwell.posttrain.reward_model.model import reward_folder
 from stepwell.posttrain.rewards.composite import Rewards, reward_terms
-from stepwell.sections.methods import GRPO, PPO, OnlineDPO, RewardTerm, SampledMethod
+from stepwell.sections.methods import GRPO, PPO, OnlineDPO, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
+from stepwell.sections.rewards import RewardTerm
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine
 from stepwell.train.weights import initial_weights, read_model

@@ -28,7 +28,8 @@ from stepwell.posttrain.preference.losses import (
 from stepwell.posttrain.preference.reference import Reference, with_reference
 from stepwell.posttrain.preference.rows import Rows
 from stepwell.posttrain.preference.scored_references import document_totals
-from stepwell.sections.methods import DPO, PreferenceLoss
+from stepwell.sections.methods import DPO
+from stepwell.sections.preference import PreferenceLoss
 from stepwell.train.engine import Engine
 from stepwell.train.losses import document_counts, per_document
 

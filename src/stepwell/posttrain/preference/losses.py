@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid, relu, softplus
 
 from stepwell.data.batch import Batch
 from stepwell.models.transformer import TokenOutputs
-from stepwell.sections.methods import PreferenceLoss
+from stepwell.sections.preference import PreferenceLoss
 from stepwell.train.losses import Loss, LossSums, document_counts, document_sums, per_document
 
 # Streams of a batch, constant over a document: the reference's sum of log-probabilities; 1 for a

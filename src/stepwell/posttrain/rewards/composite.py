@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stepwell.eval.grade import Prompt, Verdict
-from stepwell.sections.methods import RewardTerm, SampledMethod
+from stepwell.sections.methods import SampledMethod
+from stepwell.sections.rewards import RewardTerm
 from stepwell.types import Completion, DataError, nearest
 
 if TYPE_CHECKING:
@@ -79,6 +80,20 @@ class Rewards:
         for dimension in self.dimensions:
             for name in dimension.scorer.requires:
                 _check_column(dimension.term, name, prompts)
+
+    def blanks(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Of each dimension, in how many rows what it requires is null or blank."""
+        found = []
+        for dimension in self.dimensions:
+            for name in dimension.scorer.requires:
+                empty = [p for p in prompts if is_blank(p, name)]
+                if empty:
+                    found.append(
+                        f"reward {dimension.term.name!r}: the column {name!r} is null or blank in "
+                        f"{len(empty)} of {len(prompts)} rows (first {empty[0].item}), whose "
+                        "answers it cannot tell apart"
+                    )
+        return found
 
     @property
     def warnings(self) -> list[str]:
@@ -207,6 +222,14 @@ def _clipped(verdict: Verdict, term: RewardTerm) -> Verdict:
     if term.high is not None:
         score = min(score, term.high)
     return replace(verdict, reward=score)
+
+
+def is_blank(prompt: Prompt, column: str) -> bool:
+    """Whether the row has the column ("a or b": one of them), and nothing in it."""
+    values = [prompt.columns[c] for c in column.split(" or ") if c in prompt.columns]
+    return bool(values) and all(
+        value is None or (isinstance(value, str) and not value.strip()) for value in values
+    )
 
 
 def _check_column(term: RewardTerm, name: str, prompts: Sequence[Prompt]) -> None:

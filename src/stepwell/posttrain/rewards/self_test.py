@@ -107,6 +107,8 @@ def try_at_start(
     found = rewards.warnings
     if session.extra is None and method.self_test:
         found = self_test(rewards, prompts, tokenizer, method.max_new_tokens)
+    if session.extra is None:
+        found = [*found, *rewards.blanks(prompts)]
     for text in found:
         session.log.event("reward_warning", text=text)
 
