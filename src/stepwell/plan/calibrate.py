@@ -37,7 +37,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "scaleup": (0.75, 0.15),  # nccl-tests: bus rates of NVLink
     "network": (0.8, 0.2),  # nccl-tests: InfiniBand, RoCE
     "hop_s": (2e-5, 0.7),
-    "launch_s": (1e-5, 0.5),
+    "launch_s": (1.5e-5, 0.3),
     "contention": (0.3, 0.5),
     "straggling": (3e-3, 0.7),
 }

@@ -34,13 +34,15 @@ MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
 # 4-bit rate over the 8-bit one (vendor's datasheets; 3 on Blackwell Ultra).
 FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 
+
 @dataclass(frozen=True)
 class Coefficients:
     """matmul_*: share of the device's fastest measured product that the products of a block reach,
     in 16, 8 and 4 bits. unmeasured: that fastest product as a share of the peak, for devices on
     which nobody has measured it. attention: of attention that keeps its scores on the chip, as a
-    share of the fastest 16-bit product, by kernels written for the device's generation; what of that
-    is left with kernels of an older one (attention_older) and with Triton's (attention_triton).
+    share of the fastest 16-bit product, by kernels written for the device's generation; what is
+    left of that with kernels of an older one (attention_older) and with Triton's
+    (attention_triton).
     memory:
     share of the memory's bandwidth that operations reach which only move bytes. eager: bytes moved
     where these operations are not fused, over bytes where they are. scaleup, network: share of a
@@ -73,21 +75,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.904,
-    matmul_8=0.904,
-    matmul_4=0.659,
-    unmeasured=0.652,
-    attention=0.504,
-    attention_older=0.541,
-    attention_triton=0.804,
-    memory=0.825,
-    eager=2.36,
-    scaleup=0.628,
-    network=0.726,
-    hop_s=3.47e-05,
-    launch_s=2.72e-05,
-    contention=0.711,
-    straggling=0.00512,
+    matmul_16=0.918,
+    matmul_8=0.931,
+    matmul_4=0.663,
+    unmeasured=0.64,
+    attention=0.538,
+    attention_older=0.528,
+    attention_triton=0.761,
+    memory=0.868,
+    eager=2.21,
+    scaleup=0.616,
+    network=0.744,
+    hop_s=2.62e-05,
+    launch_s=2.73e-05,
+    contention=0.727,
+    straggling=0.00334,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.

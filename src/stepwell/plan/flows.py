@@ -63,7 +63,9 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
         reached = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
         whole = num_bytes * sent.num_ranks / (sent.num_ranks - 1)
         network_s = whole * reached / copies / machines.network_bytes_per_s
-        return num_bytes / machines.scaleup_bytes_per_s, network_s, hops
+        scaleup_s = num_bytes / machines.scaleup_bytes_per_s
+        # Machines pass on inside what arrives from outside, as it arrives.
+        return (0.0, network_s, hops) if network_s > scaleup_s else (scaleup_s, 0.0, hops)
     network_rate = near * machines.network_bytes_per_s
     if network_rate < machines.scaleup_bytes_per_s:
         return 0.0, num_bytes / network_rate, hops

@@ -68,9 +68,11 @@ def _llm_foundry(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
 
 def _internevo(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Gradients in bf16, copied and widened for the step (hybrid_zero_optim.py); torch's AdamW with
-    the root of the second moment and the denominator, float32 each."""
+    the root of the second moment and the denominator, float32 each. Weights are handed out by a
+    broadcast from each rank (`broadcast_params`)."""
     return {
         "gradient_precision": "bf16",
+        "shards_broadcast": True,
         "step_bytes": 12 if layout.program == "fsdp" else 14,
         "compiled": False,
         "compiled_loss": False,

@@ -55,9 +55,9 @@ PRECISIONS: dict[str, tuple[Format, str]] = {
 @dataclass(frozen=True)
 class Published:
     """A measured run. step_s: measured, or what follows from the one rate that was; None where only
-    memory was. peak_bytes is what mem_kind says. fits: False where it ran out of memory. family, key:
-    the model's family and the source, to be left out whole in cross-validation. config_key: rows with
-    the same one repeat a measurement. recompute_known: the source prints what is recomputed."""
+    memory was. peak_bytes is what mem_kind says. fits: False where it ran out of memory. family,
+    source_key: what cross-validation leaves out whole. config_key: rows with the same one repeat a
+    measurement. recompute_known: the source prints what is recomputed."""
 
     row_id: str
     job: Job

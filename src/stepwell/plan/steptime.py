@@ -16,12 +16,10 @@ from stepwell.plan.flows import Flow, flows
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.work import Pass, Product, Work, work_of
 
-# Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the three
-# written, the gradient's norm read before, the 16-bit copy written.
+# Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
+# three written, the gradient's norm read before, the 16-bit copy written.
 ADAMW_BYTES = 34.0
 ADAMW_8BIT_BYTES = 22.0
-# A 32-bit sum of gradients over micro-batches: read and written.
-ACCUMULATE_BYTES = 8.0
 # Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
 # computes it except where its scale needs a pass of its own.
 CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 5.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
@@ -89,7 +87,41 @@ def ledger(job: Job) -> Ledger:
     sent = collectives(job)
     if job.layout.trained_share < 1:
         sent = [_of_trained(one, job.layout.trained_share) for one in sent]
+    if job.layout.program == "fsdp" and job.layout.compiled and job.layout.precision == "fp8":
+        sent = [_in_8_bits(one) for one in sent]
+    if job.layout.program == "megatron" and job.layout.zero:
+        sent = [part for one in sent for part in _by_groups(one, job.layout)]
     return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
+
+
+def _in_8_bits(sent: Sent) -> Sent:
+    """FSDP programs gather what they multiply with."""
+    if sent.purpose == "gather weights":
+        return replace(sent, num_bytes=sent.num_bytes // 2)
+    return sent
+
+
+def _by_groups(sent: Sent, layout: Arrangement) -> list[Sent]:
+    """A sharded optimiser within groups of data ranks: gradients are scattered within a group and
+    summed up across groups, weights handed out within."""
+    if sent.axis != "dp_shard":
+        return [sent]
+    shards = layout.dp_shard * layout.cp
+    own = replace(sent, num_ranks=shards)
+    if sent.kind == "all-gather" and layout.shards_broadcast:
+        each = sent.num_bytes // shards
+        return [replace(own, kind="broadcast", num_bytes=each, calls=sent.calls * shards)]
+    if layout.dp_replicate == 1 or sent.kind == "all-gather":
+        return [own] if shards > 1 else []
+    across = replace(
+        sent,
+        kind="all-reduce",
+        axis="dp_replicate",
+        num_ranks=layout.dp_replicate,
+        stride=sent.stride * shards,
+        num_bytes=sent.num_bytes // shards,
+    )
+    return [own, across] if shards > 1 else [across]
 
 
 def _of_trained(sent: Sent, share: float) -> Sent:
@@ -284,9 +316,9 @@ def _optimizer(job: Job, work: Work, rates: Rates) -> float:
     link = job.cluster.pcie_bytes_per_s
     offload = own * 4.0 / link if layout.offload_optimizer else 0.0
     sums = 0.0
-    # Megatron's products add to the sum themselves.
-    if not layout.reduce_every_micro_batch and layout.program != "megatron":
-        sums = layout.num_micro_batches * work.trained_parameters * ACCUMULATE_BYTES
+    if not layout.reduce_every_micro_batch:
+        size = 2 if layout.gradient_precision == "bf16" else 4
+        sums = layout.num_micro_batches * work.trained_parameters * 2 * size
     return own * each / rates.memory + sums / rates.memory + offload
 
 

@@ -66,8 +66,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Validation:
-    """skipped: row -> why it could not be used. right_fits: of runs that fitted, those predicted to;
-    right_ooms: of runs that ran out of memory."""
+    """skipped: row -> why it could not be used; reasons: why -> how many."""
 
     predictions: tuple[Prediction, ...]
     skipped: dict[str, str]
@@ -275,7 +274,7 @@ def _sweep_lines(found: list[Sweep]) -> list[str]:
         return ["no sweep of at least three layouts"]
     top = sum(sweep.place_of_best <= TOP for sweep in found)
     rows = [
-        f"  {s.name:<70}{s.num_layouts:>4} layouts{s.correlation:>7.2f}, best is our {s.place_of_best}."
+        f"  {s.name:<68}{s.num_layouts:>3} layouts{s.correlation:>6.2f}, best: our {s.place_of_best}"
         for s in found
     ]
     head = (

@@ -13,8 +13,8 @@ from math import ceil
 from stepwell.plan.coefficients import PROCESSORS, generation
 from stepwell.plan.job import Arrangement, Dims, Job
 
-# Tiles of an output that one processor computes at a time, and what share of the largest tile's rate
-# the smaller ones reach (they read their inputs more often).
+# Tiles of an output that one processor computes at a time, and what share of the largest tile's
+# rate the smaller ones reach (they read their inputs more often).
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 HALF = 2  # bytes of a 16-bit value
 # Bytes that pass through memory for one logit, forward and backward: written and read in 16 bits,
@@ -25,6 +25,12 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 9.0, 11.0
 # Elements of a head that cost as much as the exponential of its score; rates are of heads of 128
 # (FlashAttention-2's rates at 64 and 128, 2307.08691, figure 4).
 EXPONENTIAL = 27.0
+# Tokens of a sequence at which causal attention has half its rate (2307.08691 and 2407.08608:
+# causal, heads of 128, 512 to 16k tokens).
+SHORT_SEQUENCE = 500
+# Bytes that a ring of context ranks moves for a value of its output, each time around: partial
+# outputs are written, rescaled and added up in 32 bits.
+RING_BYTES = 14.0
 # Kernels of a block's forward pass, with fused element-wise operations and without.
 KERNELS_FUSED, KERNELS_EAGER = 16, 32
 # Of routing, sorting and exchanging tokens; for each expert that a rank has, and if its inputs are
@@ -49,8 +55,8 @@ class Product:
 @dataclass(frozen=True)
 class Pass:
     """scores: the products of attention that writes its scores to memory. flash_flops: of attention
-    that keeps them on the chip. moved_bytes: through memory by all that is no product; fusible_bytes:
-    by what a compiler fuses."""
+    that keeps them on the chip. moved_bytes: through memory by all that is no product;
+    fusible_bytes: by what a compiler fuses."""
 
     products: tuple[Product, ...]
     scores: tuple[Product, ...]
@@ -123,8 +129,8 @@ def work_of(job: Job) -> Work:
 
 
 def blocks_of_ranks(num_layers: int, layout: Arrangement) -> tuple[int, int]:
-    """Of the fullest pipeline rank, and of the one that also has the head. Where blocks don't divide
-    evenly, the ranks with the embedding and the head have fewer."""
+    """Of the fullest pipeline rank, and of the one that also has the head. Where blocks don't
+    divide evenly, the ranks with the embedding and the head have fewer."""
     if layout.pp == 1:
         return num_layers, num_layers
     if layout.stage_blocks:
@@ -166,7 +172,7 @@ def _product(rows: int, columns: int, summed: int, processors: int, low: bool, b
 def linear(tokens: int, wide_in: int, wide_out: int, processors: int, low: bool, batch: float = 1):
     """The three products of a matrix: forward; gradients of input and weights. batch: of as many
     matrices with as many tokens each."""
-    m, k, n = max(1, round(tokens)), max(1, wide_in), max(1, wide_out)
+    m, k, n = max(1, tokens), max(1, wide_in), max(1, wide_out)
     return (
         _product(m, n, k, processors, low, batch),
         _product(m, k, n, processors, low, batch),
@@ -188,12 +194,13 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
     else:
         matrices += _mlp(dims, dims.d_ff // tp, tokens, processors, low)
     moved = _moved_bytes(dims, layout, tokens, experts)
+    ring = RING_BYTES * layout.cp * tokens * dims.q_width / layout.tp if layout.cp > 1 else 0.0
     flash, scores, num_scores = _attention(dims, layout, processors, tokens)
     forward = Pass(
         tuple(m[0] for m in matrices),
         tuple(s[0] for s in scores),
         flash,
-        num_scores * SCORE_BYTES_FORWARD,
+        num_scores * SCORE_BYTES_FORWARD + ring,
         moved[0],
         num_kernels,
     )
@@ -202,7 +209,7 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         tuple(p for m in matrices for p in m[1 : 2 + trained]),
         tuple(p for s in scores for p in s[1:]),
         2.5 * flash,
-        num_scores * SCORE_BYTES_BACKWARD,
+        num_scores * SCORE_BYTES_BACKWARD + ring,
         moved[1],
         1.5 * num_kernels,
     )
@@ -255,7 +262,10 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
     if layout.flash:
         # A score's exponential costs as much as some products' elements.
         narrow = (1 + EXPONENTIAL / dims.head_dim) / (1 + EXPONENTIAL / 128)
-        return 2.0 * pairs * dims.q_width / layout.tp * narrow, (), 0.0
+        # Rings of context ranks attend to halves of a rank's keys at a time.
+        length = layout.seq_len / (1 if layout.cp == 1 else 2 * layout.cp)
+        short = 1 + SHORT_SEQUENCE / length
+        return 2.0 * pairs * dims.q_width / layout.tp * narrow * short, (), 0.0
     heads = layout.micro_batch_rows * dims.num_heads / layout.tp
     own, s, e = layout.seq_len // layout.cp, layout.seq_len, dims.head_dim
     queries_keys = (
