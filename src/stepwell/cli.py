@@ -137,6 +137,13 @@ GROUPS: dict[str, tuple[Command, ...]] = {
             "stepwell.commands.training:grpo",
         ),
     ),
+    "Before a run": (
+        Command(
+            "plan",
+            "memory, traffic, step time and layout of a run before it starts, and why",
+            "stepwell.commands.plan:main",
+        ),
+    ),
     "Clusters": (
         Command(
             "launch",

@@ -3,7 +3,7 @@ recipe. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stepwell.config import Run
@@ -40,6 +40,8 @@ def values_of(config: ModelConfig, layout: Arrangement, name: str) -> dict[str, 
         values["precision"]["fp8"] = {"recipe": recipe_of(layout)}
     if layout.recompute != "none":
         values["remat"] = {"mode": layout.recompute}
+        if layout.recompute == "every":
+            values["remat"]["every"] = layout.recompute_every
     offload = {
         "optimizer": layout.offload_optimizer,
         "parameters": layout.offload_parameters,
@@ -114,3 +116,36 @@ def offloaded(layout: Arrangement) -> list[str]:
         "activations": layout.offload_activations,
     }
     return [kind for kind, on in kinds.items() if on]
+
+
+def settings_of(layout: Arrangement) -> dict[str, Any]:
+    """Dotted keys of a run that has this layout, but for the model's."""
+    values = values_of(ModelConfig(), layout, "planned")
+    for key in ("name", "dir", "model"):
+        values.pop(key)
+    return dict(_flat(values, ""))
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def settings_text(before: Arrangement, after: Arrangement) -> str:
+    """What has to be set to come from one layout to the other, as on the command line."""
+    if after.ep > 1 or before.ep > 1:
+        return f"EP {after.ep}"
+    old, new = settings_of(before), settings_of(after)
+    usual = {"remat.mode": "none", "precision.fp8.recipe": "none", "layout.pp_schedule": "1f1b"}
+    usual |= {"layout.pp_stages_per_rank": 1, "layout.reduce_gradients": "auto"}
+    usual |= {"layout.reshard_after_forward": "always"}
+    changed = []
+    for key in {**old, **new}:
+        was, now = old.get(key, usual.get(key)), new.get(key, usual.get(key))
+        if was != now:
+            shown = str(now).lower() if isinstance(now, bool) else now
+            changed.append(f"--{key} {shown}")
+    return " ".join(changed)

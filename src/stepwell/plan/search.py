@@ -131,6 +131,27 @@ def nothing_fits(ranking: Ranking) -> str:
     )
 
 
+def fewest_gpus(task: Task, times: int = 64) -> int | None:
+    """The number of accelerators, doubled as often as needed, on which something fits; None if not
+    even `times` as many are enough."""
+    prices, number = Prices(task.dims, task.cluster), task.num_gpus
+    while number < times * task.num_gpus:
+        number *= 2
+        opened = _Open(replace(task, num_gpus=number), prices)
+        try:
+            check_task(opened.task)
+        except ConfigError:
+            continue
+        for mesh in meshes(opened.task, Counter()):
+            mode, every = recomputations(opened.task)[0]
+            rows = task.pins.micro_batch_rows or 1
+            family = body(opened.task, mesh, "1f1b", 1, rows, mode, every)
+            wrong = micro_batch_problem(opened.task, mesh, rows, "1f1b", 1)
+            if not wrong and opened.fits(leanest(family)):
+                return number
+    return None
+
+
 def counts_text(refused: Refused) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in refused.most_common())
 

@@ -1,0 +1,271 @@
+"""`stepwell plan`. No torch, but for --dry-run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from stepwell.commands import plan_text
+from stepwell.commands.plan_options import Asked, help_text, parse
+from stepwell.commands.ranks import fewest_ranks
+from stepwell.commands.training import find_recipe
+from stepwell.config import Run
+from stepwell.parallel.rules import check_run
+from stepwell.plan.answer import Review, Searched, as_json, review_json
+from stepwell.plan.cluster import Cluster, cluster, read_cluster
+from stepwell.plan.dims import Subject, find_model
+from stepwell.plan.explain import explain
+from stepwell.plan.job import job_of
+from stepwell.plan.knobs import gap, knobs, measured_step_s, together
+from stepwell.plan.runs import run_of, values_of
+from stepwell.plan.search import Candidate, Prices, as_run, batches, pareto, search
+from stepwell.plan.space import Task
+from stepwell.types import ConfigError
+
+USUAL_GPU = "h100-sxm"
+USUAL_SEQ_LEN = 8192
+USUAL_BATCH_TOKENS = 4 << 20
+
+
+def main(argv: Sequence[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(help_text())
+        return 0
+    asked = parse(argv)
+    if "validate" in asked.given:
+        return _validate(asked)
+    if asked.recipe is not None and asked.get("model"):
+        raise ConfigError(
+            f"give a recipe ({asked.recipe}) or --model {asked.get('model')}, not both"
+        )
+    if asked.recipe is not None:
+        return _recipe(asked)
+    dimensions = any(key.startswith("model.") for key in asked.overrides)
+    if not asked.get("model") and not dimensions:
+        raise ConfigError(
+            "nothing to plan: give --model, dimensions (--model.num_layers ...) or a recipe"
+        )
+    others = [key for key in asked.overrides if not key.startswith("model.")]
+    if others:
+        raise ConfigError(
+            f"--{others[0]} belongs to a recipe; with --model only --model.* are read"
+        )
+    subject = find_model(asked.get("model"), asked.overrides)
+    if asked.get("zero-table"):
+        return _zero_table(asked, subject)
+    if asked.get("method", "pretrain") != "pretrain":
+        return _method(asked, subject)
+    return _model(asked, subject)
+
+
+# --- a model: search -------------------------------------------------------------------------
+
+
+def _model(asked: Asked, subject: Subject) -> int:
+    machines, num_gpus = cluster_of(asked), gpus_of(asked)
+    seq_len = asked.get("seq-len", USUAL_SEQ_LEN)
+    tokens = asked.get("global-batch-tokens", max(USUAL_BATCH_TOKENS, seq_len))
+    prices = Prices(subject.dims, machines)
+    ranking = search(
+        subject.dims, machines, num_gpus, seq_len, tokens, asked.pins, subject.config, prices=prices
+    )
+    if not ranking.found:
+        return _nothing_fits(asked, ranking)
+    if subject.missing:
+        found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
+        ranking = replace(ranking, found=tuple(found))
+    deep = not asked.get("quick")
+    searched = Searched(
+        ranking=ranking,
+        explanation=explain(ranking, prices, deep),
+        pareto=tuple(pareto(ranking.found)),
+        batches=tuple(batches(ranking, prices)) if deep else (),
+        knobs=tuple(knobs(prices, ranking.task, ranking.best.layout, subject.config)),
+        training_tokens=asked.get("tokens"),
+    )
+    if "write" in asked.given:
+        write_recipe(Path(asked.given["write"]), subject, ranking.best)
+    if "html" in asked.given:
+        _page(asked, searched)
+    if asked.get("json"):
+        print(json.dumps(as_json(searched, asked.get("top", 8))))
+    else:
+        plan_text.show(plan_text.searched(searched, asked.get("top", 8)))
+    if asked.get("dry-run"):
+        return _dry_run(asked, subject.config, ranking.best)
+    return 0
+
+
+def _nothing_fits(asked: Asked, ranking: Any) -> int:
+    from stepwell.plan.search import fewest_gpus, nothing_fits
+
+    more = fewest_gpus(ranking.task)
+    text = nothing_fits(ranking)
+    if more is not None:
+        text += f"\nthe nearest number that something fits on is --gpus {more:,}".replace(",", "")
+    if asked.get("json"):
+        closest = ranking.closest
+        needs = closest.peak_bytes if closest else None
+        print(json.dumps({"fits": False, "reason": text, "memory/peak_bytes": needs, "gpus": more}))
+    else:
+        print(f"stepwell: {text}", file=sys.stderr)
+    return 1
+
+
+def cluster_of(asked: Asked) -> Cluster:
+    """--cluster's or --gpu's machines. Raises ConfigError."""
+    if "cluster" in asked.given and "gpu" in asked.given:
+        raise ConfigError("--cluster names its GPU itself; leave --gpu out")
+    if "cluster" in asked.given:
+        return read_cluster(asked.given["cluster"])
+    return cluster(asked.get("gpu", USUAL_GPU))
+
+
+def gpus_of(asked: Asked) -> int:
+    if "gpus" not in asked.given:
+        raise ConfigError("how many GPUs? give --gpus N")
+    return asked.given["gpus"]
+
+
+# --- a recipe: as configured -----------------------------------------------------------------
+
+
+def _recipe(asked: Asked) -> int:
+    path = find_recipe(str(asked.recipe))
+    run = Run.load(path, asked.overrides)
+    pinned = asked.pins.given()
+    if pinned:
+        raise ConfigError(
+            f"{', '.join(pinned)}: a recipe says itself what its layout is; set its keys instead "
+            "(--layout.tp 8), or plan its model with --model"
+        )
+    machines = cluster_of(asked)
+    world = asked.get("gpus", fewest_ranks(run.layout))
+    check_run(run, world)
+    job = job_of(run, world, machines, run.name)
+    prices = Prices(job.dims, machines)
+    task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
+    candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
+    candidate = plan_exactly(candidate, run, world)
+    fastest = None
+    if not asked.get("quick") and run.method.kind == "pretrain" and not run.lora.rank:
+        tokens = task.rows * task.seq_len
+        ranking = search(
+            job.dims, machines, world, task.seq_len, tokens, None, run.model, 1.0, prices
+        )
+        fastest = ranking.found[0] if ranking.found else None
+    measured = None
+    if "measured" in asked.given:
+        measured = gap(job, measured_step_s(asked.given["measured"], job))
+    review = Review(
+        run=run,
+        task=task,
+        candidate=candidate,
+        knobs=tuple(knobs(prices, task, job.layout, run.model)),
+        together=tuple(together(prices, task, job.layout, run.model)),
+        fastest=fastest,
+        gap=measured,
+        assumed=_assumed(asked, world),
+    )
+    if "write" in asked.given:
+        if fastest is None:
+            raise ConfigError("--write writes the fastest layout found, and none was (see --quick)")
+        write_recipe(Path(asked.given["write"]), Subject(job.dims, run.model), fastest)
+    if "html" in asked.given:
+        _page(asked, review)
+    if asked.get("json"):
+        print(json.dumps(review_json(review)))
+    else:
+        plan_text.show(plan_text.reviewed(review))
+    if asked.get("dry-run"):
+        return max(_show_dry_run(asked, run, world), int(not review.fits))
+    return 0 if review.fits else 1
+
+
+def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
+    """With the ledger of the run itself."""
+    from stepwell.plan.memory import predict_memory
+
+    return replace(candidate, exact=predict_memory(run, world))
+
+
+def _assumed(asked: Asked, world: int) -> tuple[str, ...]:
+    found = []
+    if "gpus" not in asked.given:
+        found.append(f"{world} GPUs, the fewest that the layout fits (--gpus)")
+    if "gpu" not in asked.given and "cluster" not in asked.given:
+        found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")
+    return tuple(found)
+
+
+# --- other questions -------------------------------------------------------------------------
+
+
+def _zero_table(asked: Asked, subject: Subject) -> int:
+    from stepwell.plan.zero import zero_table
+
+    table = zero_table(subject.dims, cluster_of(asked), asked.get("gpus", 8))
+    print(json.dumps(table.as_json()) if asked.get("json") else "\n".join(table.lines()))
+    return 0 if any(row.fits for row in table.rows) else 1
+
+
+def _validate(asked: Asked) -> int:
+    from stepwell.plan.validation import validate
+
+    found = validate(asked.given["validate"])
+    print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
+    return 0
+
+
+def _page(asked: Asked, answer: Searched | Review) -> None:
+    from stepwell.plan.page import write_page
+
+    write_page(answer, Path(asked.given["html"]))
+
+
+def _dry_run(asked: Asked, config: Any, best: Candidate) -> int:
+    if config is None:
+        raise ConfigError(f"--dry-run: {best.not_in_engine}, so there is no program to run")
+    return _show_dry_run(asked, run_of(config, best.layout), best.layout.num_gpus)
+
+
+def _show_dry_run(asked: Asked, run: Run, world: int) -> int:
+    from stepwell.commands import plan_dry_run
+
+    plan_dry_run.show(run, world, bool(asked.get("json")))
+    return 0
+
+
+def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
+    """A recipe with the layout, whole or not at all. Raises ConfigError for a model that the engine
+    does not have."""
+    if subject.config is None:
+        raise ConfigError(f"--write: the engine does not have {subject.missing} yet")
+    as_run(best, subject.config, exact=False)
+    values = values_of(subject.config, best.layout, path.stem)
+    head = (
+        f"# {best.layout.num_gpus} x {best.job.cluster.name}, planned: {best.step_s:.2f} s a step, "
+        f"MFU {100 * best.step.mfu:.1f} %, {best.peak_bytes / 2**30:.1f} GiB a GPU.\n"
+        "# Still to say: data.sources and data.tokenizer, optim, train.steps.\n"
+    )
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(head + tomli_w.dumps(values), "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
+
+
+def _method(asked: Asked, subject: Subject) -> int:
+    from stepwell.commands import plan_methods
+
+    return plan_methods.show(asked, subject, cluster_of(asked), gpus_of(asked))

@@ -1,0 +1,381 @@
+"""A plan in the terminal. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stepwell.plan.answer import Review, Searched, memory_items, traffic_json, training
+from stepwell.plan.explain import change_text, part_text, recompute_text, zero_text
+from stepwell.plan.job import Dims
+from stepwell.plan.knobs import Gap, Knob
+from stepwell.plan.runs import data_text, offloaded, short
+from stepwell.plan.search import Candidate
+from stepwell.plan.space import REASONS, Task
+from stepwell.plan.waterfall import CONVENTION, waterfall
+
+GIB = 2**30
+WIDTH = 100
+
+
+def show(what: RenderableType) -> None:
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=WIDTH)
+    console.print(what)
+
+
+def searched(answer: Searched, most: int) -> Group:
+    ranking, best = answer.ranking, answer.best
+    parts: list[RenderableType] = [
+        heading(ranking.task.dims, ranking.task),
+        *headline(best),
+        "",
+        layout_table(best),
+    ]
+    if ranking.offload:
+        parts.append(
+            note(f"Nothing fits without offload; {' and '.join(ranking.offload)} go to the host.")
+        )
+    if answer.training_tokens:
+        parts += ["", training_text(best, answer.training_tokens)]
+    parts += ["", title("Why"), *reasons(answer)]
+    parts += ["", title("What binds"), *binding(answer)]
+    if answer.explanation.scenarios:
+        parts += ["", title("What would change it"), scenario_table(answer)]
+    parts += ["", title("Where the time goes"), waterfall_table(best)]
+    parts += ["", title("What a GPU holds"), memory_table(best)]
+    parts += ["", title("What a GPU sends in a step"), traffic_table(best)]
+    if answer.explanation.runners_up:
+        parts += ["", title("The best of other meshes")]
+        parts.append(candidates_table([best, *answer.explanation.runners_up[:most]], best))
+    if len(answer.pareto) > 1 or answer.batches:
+        parts += ["", title("Speed against memory left, and batch"), pareto_table(answer)]
+    parts += ["", title("What was looked at"), *looked_at(answer)]
+    return Group(*parts)
+
+
+def reviewed(answer: Review) -> Group:
+    candidate = answer.candidate
+    parts: list[RenderableType] = [
+        heading(answer.task.dims, answer.task, answer.run.name),
+        *[note(f"assumed: {what}") for what in answer.assumed],
+        *headline(candidate),
+        "",
+        layout_table(candidate),
+    ]
+    if answer.gap is not None:
+        parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
+    parts += ["", title("Where the time goes"), waterfall_table(candidate)]
+    parts += ["", title("What a GPU holds"), memory_table(candidate)]
+    parts += [note("A machine's memory: " + host_text(answer))]
+    parts += ["", title("What a GPU sends in a step"), traffic_table(candidate)]
+    parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
+    if answer.together:
+        parts += ["", *together_lines(answer)]
+    if answer.fastest is not None:
+        fastest = answer.fastest
+        gain = 1 - fastest.step_s / candidate.step_s
+        more = f"{100 * gain:.1f} % less" if gain > 0.001 else "no faster"
+        parts += ["", title("The fastest layout that a search finds")]
+        parts.append(f"  {short(fastest.layout)}: {fastest.step_s:.2f} s, {more}")
+    return Group(*parts)
+
+
+# --- pieces ----------------------------------------------------------------------------------
+
+
+def title(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def note(text: str) -> Padding:
+    return Padding(Text(text, style="dim"), (0, 0, 0, 2))
+
+
+def heading(dims: Dims, task: Task, name: str = "") -> Text:
+    cluster = task.cluster
+    count, active = dims.parameters(), dims.parameters(active=True)
+    size = f"{count / 1e9:,.1f} billion parameters"
+    if dims.experts:
+        size += f" ({active / 1e9:,.1f} active)"
+    text = Text()
+    text.append(name or dims.name, style="bold")
+    machines = math.ceil(task.num_gpus / cluster.gpus_per_node)
+    here = f", {machines:,} machines of {cluster.gpus_per_node}" if machines > 1 else ""
+    text.append(
+        f": {size}, {task.num_gpus:,} x {cluster.name}{here}; a step is {task.rows:,} rows of "
+        f"{task.seq_len:,} tokens = {task.tokens:,}"
+    )
+    return text
+
+
+def headline(found: Candidate) -> list[RenderableType]:
+    fits = found.headroom_bytes >= 0
+    has = found.job.cluster.accelerator.memory_bytes
+    verdict = Text(
+        "  fits" if fits else "  does not fit", style="bold green" if fits else "bold red"
+    )
+    verdict.append(
+        f": {found.peak_bytes / GIB:.1f} of {has / GIB:.1f} GiB a GPU"
+        + (f", {found.headroom_bytes / GIB:.1f} left" if fits else ""),
+        style="not bold default",
+    )
+    speed = Text(
+        f"  {found.step_s:.2f} s a step, {found.tokens_per_s:,.0f} tokens/s "
+        f"({found.step.tokens_per_s_per_gpu:,.0f} a GPU), MFU {100 * found.step.mfu:.1f} %, "
+        f"HFU {100 * found.step.hfu:.1f} %"
+    )
+    lines: list[RenderableType] = [verdict, speed]
+    if found.not_in_engine:
+        lines.append(Text(f"  not in the engine yet: {found.not_in_engine}", style="yellow"))
+    return lines
+
+
+def layout_table(found: Candidate) -> Table:
+    layout = found.layout
+    table = plain()
+    pipeline = layout.schedule
+    if layout.stages_per_rank > 1:
+        pipeline += f", {layout.stages_per_rank} stages a rank"
+    rows = [
+        ("tensor (TP)", str(layout.tp), ""),
+        ("context (CP)", str(layout.cp), layout.cp_method if layout.cp > 1 else ""),
+        ("pipeline (PP)", str(layout.pp), pipeline if layout.pp > 1 else ""),
+    ]
+    if found.job.dims.experts:
+        rows.append(("experts (EP)", str(layout.ep), ""))
+    rows += [
+        ("data (DP)", str(layout.data_ranks), data_words(found)),
+        ("state", zero_text(layout), ""),
+        (
+            "micro-batch",
+            str(layout.micro_batch_rows),
+            f"rows, {layout.num_micro_batches} of them a step",
+        ),
+        ("recompute", recompute_text(layout).removeprefix("recompute "), ""),
+        ("precision", layout.precision, layout.recipe if layout.recipe != "none" else ""),
+    ]
+    if offloaded(layout):
+        rows.append(("offload", ", ".join(offloaded(layout)), ""))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def data_words(found: Candidate) -> str:
+    layout = found.layout
+    if layout.dp_replicate == 1:
+        return ""
+    return f"{data_text(layout)}: replicas x shards"
+
+
+def training_text(best: Candidate, tokens: int) -> str:
+    whole = training(best, tokens)
+    return (
+        f"  {tokens:,} tokens: {whole['steps']:,.0f} steps, {whole['days']:,.1f} days, "
+        f"{whole['gpu_hours']:,.0f} GPU-hours, if nothing is lost to restarts"
+    )
+
+
+def reasons(answer: Searched) -> list[RenderableType]:
+    lines: list[RenderableType] = []
+    for number, reason in enumerate(answer.explanation.reasons, 1):
+        head = Text(f"  {number}. {reason.question} ")
+        head.append(reason.value, style="bold")
+        lines.append(head)
+        if reason.text:
+            lines.append(Padding(Text(reason.text), (0, 0, 0, 5)))
+    return lines
+
+
+def binding(answer: Searched) -> list[RenderableType]:
+    best, table = answer.best, plain()
+    for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s):
+        what = f"without the limit of {relief.name}" if relief.name == "memory" else relief.name
+        if relief.name in ("network", "scale-up links"):
+            what = f"if the {relief.name} took no time"
+        elif relief.name != "memory":
+            what = f"without {relief.name}"
+        other = short(relief.layout) if relief.layout else ""
+        table.add_row(
+            what, f"{relief.step_s:.2f} s", change_text(relief.step_s, best.step_s), other
+        )
+    return [table]
+
+
+def scenario_table(answer: Searched) -> Table:
+    table = plain("with", "time per token", "the best is then")
+    for s in answer.explanation.scenarios:
+        per = "" if math.isinf(s.per_token) else f"{100 * (s.per_token - 1):+.1f} %"
+        table.add_row(s.name, per, s.changes)
+    return table
+
+
+def waterfall_table(found: Candidate) -> Table:
+    table, left = plain(), 1.0
+    losses = waterfall(found.step)
+    table.add_row("peak", "", f"{found.step.peak_flops_per_s / 1e12:,.0f} TFLOP/s", "100.0 %")
+    for loss in losses[1:]:
+        if loss.share < 5e-4:
+            continue
+        left -= loss.share
+        bar = "-" * round(40 * loss.share)
+        table.add_row(
+            part_text(loss.name),
+            f"{loss.seconds:.3f} s",
+            f"-{100 * loss.share:.1f} %",
+            f"{100 * left:.1f} %",
+            bar,
+        )
+    table.add_row(
+        "MFU", f"{losses[0].seconds:.3f} s", "", f"{100 * found.step.mfu:.1f} %", CONVENTION
+    )
+    return table
+
+
+def memory_table(found: Candidate) -> Table:
+    table = plain()
+    items = memory_items(found)
+    total = sum(items.values())
+    for name, num_bytes in sorted(items.items(), key=lambda pair: -pair[1]):
+        if num_bytes < 0.002 * total:
+            continue
+        bar = "#" * round(40 * num_bytes / total)
+        table.add_row(name.replace("_", " "), f"{num_bytes / GIB:.1f} GiB", bar)
+    phase = found.exact.phase if found.exact else found.memory.phase
+    where = f" on pipeline rank {found.memory.pp_rank}" if found.layout.pp > 1 else ""
+    table.add_row("peak", f"{total / GIB:.1f} GiB", f"in the {phase} phase{where}")
+    return table
+
+
+def host_text(answer: Review) -> str:
+    host = answer.host
+    items = ", ".join(f"{k} {n / GIB:.1f}" for k, n in host.items.items())
+    return f"{host.total / GIB:.1f} GiB ({items})"
+
+
+def traffic_table(found: Candidate) -> Table:
+    table = plain("axis", "over", "calls", "GiB")
+    for row in traffic_json(found):
+        table.add_row(
+            row["axis"], row["link"], f"{row['calls']:,}", f"{row['wire_bytes'] / GIB:,.2f}"
+        )
+    return table
+
+
+def candidates_table(candidates: Iterable[Candidate], best: Candidate) -> Table:
+    table = plain("s a step", "", "GiB", "MFU", "layout")
+    for c in candidates:
+        versus = "" if c is best else change_text(c.step_s, best.step_s)
+        table.add_row(
+            f"{c.step_s:.2f}",
+            versus,
+            f"{c.peak_bytes / GIB:.1f}",
+            f"{100 * c.step.mfu:.1f} %",
+            short(c.layout),
+        )
+    return table
+
+
+def pareto_table(answer: Searched) -> Table:
+    table = plain("batch", "tokens/s a GPU", "GiB left", "layout")
+    rows = list(answer.pareto)
+    rows += [other.found[0] for other in answer.batches if other.found]
+    for c in sorted(rows, key=lambda c: (c.layout.global_batch_tokens, c.step_s)):
+        table.add_row(
+            f"{c.layout.global_batch_tokens / 2**20:g}M",
+            f"{c.step.tokens_per_s_per_gpu:,.0f}",
+            f"{c.headroom_bytes / GIB:.1f}",
+            short(c.layout),
+        )
+    return table
+
+
+def looked_at(answer: Searched) -> list[RenderableType]:
+    ranking = answer.ranking
+    table = plain()
+    for name, count in ranking.refused_meshes.most_common():
+        table.add_row(f"{count:,}", "meshes", REASONS[name])
+    for name, count in ranking.refused.most_common():
+        table.add_row(f"{count:,}", "layouts", REASONS[name])
+    head = (
+        f"  {ranking.num_layouts:,} layouts of {ranking.num_meshes:,} meshes in "
+        f"{ranking.seconds:.1f} s; {ranking.num_timed:,} fit and were timed. Not taken:"
+    )
+    return [head, table]
+
+
+def knob_lines(knobs: Sequence[Knob]) -> list[RenderableType]:
+    table = plain("gain", "", "s a step", "GiB", "set")
+    works = [k for k in knobs if k.works and k.gain > 0]
+    blocked = [k for k in knobs if not k.works and k.gain > 0.02][:4]
+    for knob in works:
+        name = knob.name + (f" ({knob.alters})" if knob.alters else "")
+        after = knob.changed
+        table.add_row(
+            f"{100 * knob.gain:+.1f} %", name, f"{after.step_s:.2f}",
+            f"{after.peak_bytes / GIB:.1f}", knob.setting,
+        )  # fmt: skip
+    for knob in blocked:
+        after = knob.changed
+        why = after.broken or knob.refused.splitlines()[0] if (after.broken or knob.refused) else ""
+        why = why or f"needs {after.peak_bytes / GIB:.1f} GiB"
+        table.add_row(f"{100 * knob.gain:+.1f} %", knob.name, "-", "-", Text(why, style="dim"))
+    if not works and not blocked:
+        return ["  none that gains anything: of its neighbours this layout is the fastest"]
+    return [table]
+
+
+def together_lines(answer: Review) -> list[RenderableType]:
+    last = answer.together[-1]
+    names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in answer.together)
+    before, after = answer.candidate.step_s, last.changed.step_s
+    mfu = last.changed.step.mfu if last.changed.step else 0.0
+    return [
+        f"  One after the other: {names}.",
+        f"  Together {before:.2f} -> {after:.2f} s a step, MFU "
+        f"{100 * answer.candidate.step.mfu:.1f} -> {100 * mfu:.1f} %, "
+        f"{last.changed.peak_bytes / GIB:.1f} GiB.",
+    ]
+
+
+def gap_lines(gap: Gap) -> list[RenderableType]:
+    head = (
+        f"  {gap.measured_s:.2f} s measured, {gap.predicted_s:.2f} s predicted: "
+        f"{100 * (gap.ratio - 1):+.1f} %"
+    )
+    if not gap.suspects:
+        return [head, "  No slower than predicted: what it loses is below, and so is what gains."]
+    lines: list[RenderableType] = [head, "  What would explain it, each by itself:"]
+    for suspect in gap.suspects:
+        text = Text(f"{suspect.name}: ", style="bold")
+        text.append(f"{suspect.text}. ", style="not bold")
+        text.append(f"Look at: {suspect.look}", style="not bold dim")
+        lines.append(Padding(text, (0, 0, 0, 4)))
+    return lines
+
+
+def plain(*columns: str) -> Table:
+    table = Table(box=None, show_header=bool(columns), padding=(0, 2, 0, 0), pad_edge=False)
+    numeric = {
+        "s a step",
+        "GiB",
+        "MFU",
+        "calls",
+        "tokens/s a GPU",
+        "GiB left",
+        "time per token",
+        "gain",
+    }
+    for column in columns:
+        table.add_column(
+            column, justify="right" if column in numeric else "left", overflow="fold",
+            header_style="dim",
+        )  # fmt: skip
+    return table
