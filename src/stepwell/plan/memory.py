@@ -181,6 +181,8 @@ def _phases(s: Sizes) -> dict[str, MemoryItems]:
         phases["backward"] = _worst([_backward(s, number, blocks) for number in blocks])
     if s.embedding:
         phases["embedding"] = _embedding(s)
+    if s.grouped:
+        phases["reduction"] = _reduction(s)
     return phases
 
 
@@ -284,7 +286,7 @@ def _loss(s: Sizes) -> MemoryItems:
     return MemoryItems(
         **{
             **before.named(),
-            "gradients": before.gradients + s.p * _trained_root(s, s.head),
+            "gradients": before.gradients + _fresh(s) * _trained_root(s, s.head),
             "workspace": s.loss_backward + extra,
         }
     )
@@ -296,26 +298,30 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     parameters, optimizer = _resting(s)
     segment = next(x for x in s.segments if x.start <= number < x.stop)
     earlier = tuple(x for x in s.segments if x.stop <= segment.start)
+    together = segment.stop - segment.start
+    # Blocks that are computed again together are gathered one by one meanwhile.
+    ahead = min(run.layout.prefetch_backward, blocks.index(segment.start)) if together == 1 else 0
     cast_before = sum(x.keep == "all" for x in earlier)
-    head = 0 if _accumulates(s) and not run.model.shares_embedding else s.p * s.head
-    head = _trained_root(s, head)
+    adds_up = not s.grouped and _accumulates(s) and not run.model.shares_embedding
+    head = 0 if adds_up else _fresh(s) * _trained_root(s, s.head)
     trained, largest = s.block.trained, run.model.d_model * run.model.d_ff // s.axes.tp
     if run.lora.rank:
         largest = run.lora.rank * max(run.model.d_model, run.model.d_ff // s.axes.tp)
     if run.layout.compile:  # the block's gradients appear together
         casts = s.p * trained.whole
     else:
-        casts = largest * (s.a + (s.p if _accumulates(s) else 0))
-    if s.grouped:
-        casts += s.a * s.block.gathered + (s.r * trained.whole if _sharded(s) else 0)
+        casts = largest * (s.a + (s.p if _accumulates(s) and not s.grouped else 0))
+    if s.grouped and s.axes.pp == 1:  # the block before, in backward order, is still being summed
+        casts += s.r * trained.whole if _sharded(s) and place < len(blocks) - 1 else 0
+        casts += s.a * s.block.gathered if ahead else 0
     if run.optim.release_gradients:
         casts += s.p * (trained.shard if s.grouped else largest)
-    in_use = segment.stop - segment.start + run.layout.prefetch_backward
+    casts_kept = cast_before + number - segment.start + 1
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
         gradients=_gradients(s, len(blocks) - place - 1, root=False) + head,
-        working_copies=_copies(s, in_use, cast_before + number - segment.start + 1, head=False),
+        working_copies=_copies(s, together + ahead, casts_kept, head=False),
         activations=_waiting(s, earlier) + at_block((segment,), s.saved, number),
         workspace=s.block_workspace + casts,
     )
@@ -332,19 +338,49 @@ def _sharded(s: Sizes) -> bool:
 
 def _embedding(s: Sizes) -> MemoryItems:
     """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
-    in the first micro-batch, it becomes the parameter's gradient as it is."""
+    in the first micro-batch, it becomes the parameter's gradient as it is. Under FSDP2 both wait
+    for their reduction."""
     parameters, optimizer = _resting(s)
     tied = s.run.model.shares_embedding and s.head > 0
-    dense = s.p * _trained_root(s, s.embedding)
+    dense = _fresh(s) * _trained_root(s, s.embedding)
     stays = not tied and not _accumulates(s)
+    gradients = _gradients(s, s.num_blocks, root=not tied) + (dense if tied else 0)
+    if s.grouped:
+        ends = s.embedding + (0 if tied else s.head)
+        gradients = _gradients(s, s.num_blocks, root=False) + _fresh(s) * _trained_root(s, ends)
+        stays = True
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
-        gradients=_gradients(s, s.num_blocks, root=not tied) + (dense if tied else 0),
+        gradients=gradients,
         working_copies=_copies(s, 0, 0, head=False),
         activations=s.waiting,
         workspace=(0 if stays else dense) + (s.a + s.w) * s.num_tokens * s.run.model.d_model,
     )
+
+
+def _reduction(s: Sizes) -> MemoryItems:
+    """FSDP2 sums the gradients of what is no block, all of them in one piece. Where they have added
+    up, they wait in the dtype of the sum already. Gathered weights are gone by then, but for those
+    that wait for the next micro-batch, or in a pipeline for their own reduction."""
+    parameters, optimizer = _resting(s)
+    root, waits = s.root.trained.whole, s.axes.pp > 1 or not _reduces_every_micro_batch(s)
+    fresh = 0 if waits and _accumulates(s) else s.a * root
+    copies = s.a * s.num_blocks * s.block.gathered if s.axes.pp > 1 else 0
+    if s.run.layout.zero < 3 and _accumulates(s) and not waits:
+        copies = _copies(s, 0, 0, head=False)
+    return MemoryItems(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=_gradients(s, s.num_blocks, root=False),
+        working_copies=copies,
+        workspace=fresh + s.r * root,
+    )
+
+
+def _fresh(s: Sizes) -> int:
+    """Size of a gradient's element as the backward pass makes it: of the weight that was used."""
+    return s.a if s.grouped else s.p
 
 
 def _optimizer(s: Sizes) -> MemoryItems:

@@ -96,7 +96,9 @@ class Sizes:
             # Every stage has a buffer for each micro-batch that it gets, and each gradient.
             waiting += m * x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (
-            _loss(run, N, vocab, a, w, p) if last and cfg.has_lm_head else (0, 0, 0)
+            _loss(run, N, vocab, a, w, a if grouped else p)
+            if last and cfg.has_lm_head
+            else (0, 0, 0)
         )
         return Sizes(
             run=run,
@@ -140,7 +142,8 @@ def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -
 
 
 def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, int, int]:
-    """Workspace of the loss's forward pass, of its backward pass, and logits that are kept."""
+    """Workspace of the loss's forward pass, of its backward pass, and logits that are kept. p: of
+    the head as it is used."""
     chunk = min(run.loss.chunk_tokens, N)
     keep = {"always": True, "never": False}.get(
         run.loss.keep_logits, N * vocab * a <= KEEP_LOGITS_BYTES

@@ -61,7 +61,8 @@ class Moment:
 
 
 class Watch(TorchDispatchMode):
-    """phase "optimizer" is set by the caller; what autograd's backward pass runs is "backward".
+    """stepping: set by the caller, for phase "optimizer"; what autograd's engine runs, with FSDP2's
+    last reductions, is "backward".
 
     gathered: asked for gathered weights when the first backward pass begins, which is
     `after_forward`.
@@ -74,7 +75,7 @@ class Watch(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.live = 0
         self.peaks: dict[Phase, int] = {"forward": 0, "backward": 0, "optimizer": 0}
-        self.stepping = False
+        self.stepping = self.in_backward = False
         self.after_forward: Moment | None = None
         self.counts: Counter[tuple[str, str, int, int, Phase]] = Counter()
 
@@ -82,7 +83,7 @@ class Watch(TorchDispatchMode):
     def phase(self) -> Phase:
         if self.stepping:
             return "optimizer"
-        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        return "backward" if self.in_backward else "forward"
 
     @property
     def issued(self) -> list[Issued]:
@@ -172,6 +173,15 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return quietly
 
+    run_backward = torch.autograd._engine_run_backward  # pyright: ignore
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        watch.in_backward = True
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            watch.in_backward = False
+
     propagate = getattr(_Propagator, _PROPAGATE)
 
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -183,6 +193,7 @@ def watching(watch: Watch) -> Iterator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("broadcast_object_list", "all_gather_object"):
             stack.enter_context(patch.object(dist, name, uncounted(getattr(dist, name))))
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
         stack.enter_context(patch.object(_Propagator, _PROPAGATE, apart))
         stack.enter_context(watch)
         yield
