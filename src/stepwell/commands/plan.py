@@ -25,13 +25,31 @@ from stepwell.plan.explain import explain
 from stepwell.plan.job import job_of
 from stepwell.plan.knobs import gap, knobs, measured_step_s, together
 from stepwell.plan.runs import run_of, values_of
-from stepwell.plan.search import Candidate, Prices, as_run, batches, pareto, search
+from stepwell.plan.search import (
+    Candidate,
+    Prices,
+    as_run,
+    batches,
+    fewest_gpus,
+    nothing_fits,
+    pareto,
+    search,
+)
 from stepwell.plan.space import Task
+from stepwell.sections.methods import SampledMethod
 from stepwell.types import ConfigError
 
 USUAL_GPU = "h100-sxm"
 USUAL_SEQ_LEN = 8192
 USUAL_BATCH_TOKENS = 4 << 20
+# Options of --method, and the fields of `plan.rollouts.Workload` that they set.
+WORKLOAD = {
+    "prompts": "prompts",
+    "group-size": "group_size",
+    "prompt-tokens": "prompt_tokens",
+    "answer-tokens": "answer_tokens",
+    "seq-len": "seq_len",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -104,12 +122,10 @@ def _model(asked: Asked, subject: Subject) -> int:
 
 
 def _nothing_fits(asked: Asked, ranking: Any) -> int:
-    from stepwell.plan.search import fewest_gpus, nothing_fits
-
     more = fewest_gpus(ranking.task)
     text = nothing_fits(ranking)
     if more is not None:
-        text += f"\nthe nearest number that something fits on is --gpus {more:,}".replace(",", "")
+        text += f"\nthe nearest number that something fits on is --gpus {more}"
     if asked.get("json"):
         closest = ranking.closest
         needs = closest.peak_bytes if closest else None
@@ -172,7 +188,7 @@ def _recipe(asked: Asked) -> int:
         together=tuple(together(prices, task, job.layout, run.model)),
         fastest=fastest,
         gap=measured,
-        assumed=_assumed(asked, world),
+        assumed=_assumed(asked, world, run),
     )
     if "write" in asked.given:
         if fastest is None:
@@ -196,8 +212,13 @@ def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     return replace(candidate, exact=predict_memory(run, world))
 
 
-def _assumed(asked: Asked, world: int) -> tuple[str, ...]:
+def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
     found = []
+    if isinstance(run.method, SampledMethod):
+        found.append(
+            f"a step is a pass over {run.train.global_batch_rows} packed rows; sampling is not in "
+            f"it (stepwell plan --method {run.method.kind} plans that)"
+        )
     if "gpus" not in asked.given:
         found.append(f"{world} GPUs, the fewest that the layout fits (--gpus)")
     if "gpu" not in asked.given and "cluster" not in asked.given:
@@ -266,6 +287,28 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
 
 
 def _method(asked: Asked, subject: Subject) -> int:
-    from stepwell.commands import plan_methods
+    from stepwell.plan.methods import plan_method
 
-    return plan_methods.show(asked, subject, cluster_of(asked), gpus_of(asked))
+    method = asked.given["method"]
+    if subject.config is None:
+        raise ConfigError(f"--method {method}: the engine does not have {subject.missing} yet")
+    given = {field: asked.given[name] for name, field in WORKLOAD.items() if name in asked.given}
+    found = plan_method(
+        method,
+        subject.config,
+        cluster_of(asked),
+        gpus_of(asked),
+        usual_workload(method, given) if given else None,
+        name=subject.name,
+        lora_rank=asked.get("lora-rank", 16),
+    )
+    print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
+    return 0 if found.fits or found.nearest is not None else 1
+
+
+def usual_workload(method: str, given: dict[str, int]) -> Any:
+    """The method's usual work with the values that were given."""
+    from stepwell.plan.rollouts import Workload
+
+    usual = {"prompts": 512, "group_size": 1} if method == "ppo" else {}
+    return Workload(**{**usual, **given})

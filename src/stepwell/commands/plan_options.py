@@ -38,6 +38,11 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("global-batch-tokens", "N", "of a step (4M is 4,194,304)", "tokens"),
         Option("tokens", "N", "of the whole training (15T): how long, how many GPU-hours", "total"),
         Option("method", "|".join(METHODS), "what is trained (pretrain)", "choice", METHODS),
+        Option("prompts", "N", "of a step, for methods that sample", "count"),
+        Option("group-size", "N", "answers to each", "count"),
+        Option("prompt-tokens", "N", "of a prompt", "tokens"),
+        Option("answer-tokens", "N", "of an answer, at most", "tokens"),
+        Option("lora-rank", "N", "of lora and qlora (16)", "count"),
     ),
     "On what": (
         Option("gpus", "N", "how many", "count"),

@@ -35,6 +35,7 @@ PARTS = {
     "exposed ep": "expert ranks' messages",
     "exposed pp": "messages between stages",
     "exposed data": "data ranks' messages",
+    "exposed offload": "moving to and from the host",
     "exposed world": "sums over all ranks",
     "contention": "computing slowed by messages beside it",
     "bubble": "pipeline bubble",

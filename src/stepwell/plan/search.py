@@ -24,7 +24,7 @@ from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.memory import MemoryLedger, predict_memory
-from stepwell.plan.runs import run_of
+from stepwell.plan.runs import run_of, short
 from stepwell.plan.space import (
     Pins,
     Refused,
@@ -43,10 +43,11 @@ from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 SLACK = 1.1
+HOST_BYTES_A_GPU = 256 * 2**30  # of a machine that does not say: 2 TiB beside 8, as is usual
 NUM_CHECKED = 24  # of the best, whose runs are put before the engine's rules
 NUM_EXACT = 3  # of those, whose memory is taken from the exact ledger
 # Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
-OF_DATA_RANKS = ("exposed data", "contention", "optimizer", "straggling")
+OF_DATA_RANKS = ("exposed data", "exposed offload", "contention", "optimizer", "straggling")
 # Parts that each micro-batch brings, whatever the pipeline.
 OF_MICRO_BATCHES = (
     *("products", "attention", "memory", "quantisation", "recomputation", "exposed tp"),
@@ -125,9 +126,10 @@ def nothing_fits(ranking: Ranking) -> str:
     if closest is None:
         return what + "obeys the rules: " + counts_text(ranking.refused_meshes + ranking.refused)
     has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
+    lean = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"
     return (
-        f"{what}fits: the leanest needs {needs / 2**30:.1f} GiB of {has / 2**30:.1f} on each; give "
-        "more accelerators (--gpus), free pins, or a smaller model"
+        f"{what}fits: {lean} of {has / 2**30:.1f} on each, and the host has no room for what would "
+        "have to be offloaded; give more accelerators, or free what is held fixed"
     )
 
 
@@ -190,7 +192,10 @@ class Prices:
         if headroom_bytes == -math.inf:
             return True
         held = self.memory(layout)
-        return fits(held, self.cluster) and headroom(held, self.cluster) >= headroom_bytes
+        if not fits(held, self.cluster) or headroom(held, self.cluster) < headroom_bytes:
+            return False
+        room = self.cluster.host_memory_bytes or HOST_BYTES_A_GPU * self.cluster.gpus_per_node
+        return sum(held.host.values()) * self.cluster.gpus_per_node <= room
 
     def on(self, cluster: Cluster) -> Prices:
         """Of the same model on machines of the same sizes, with other rates or more memory; what
