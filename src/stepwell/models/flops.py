@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Literal, get_args
 
@@ -25,6 +26,11 @@ TERMS = "N: matrix parameters without the input embedding, with the head; d = he
 
 def parameter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global name -> shape of every parameter, in the model's order; a tied head is absent."""
+    return dict(_parameter_shapes(cfg))
+
+
+@lru_cache(maxsize=16)
+def _parameter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     D, F = cfg.d_model, cfg.d_ff
     q_rows, kv_rows = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (cfg.vocab_size, D)}

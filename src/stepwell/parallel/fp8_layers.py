@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from stepwell.config import Run
@@ -39,6 +40,11 @@ _ROWS_COLUMNS = {
 
 def block_linears(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global name (without `.weight`) -> (out, in) of every matrix in the blocks."""
+    return dict(_block_linears(model))
+
+
+@lru_cache(maxsize=16)
+def _block_linears(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {
         name.removesuffix(".weight"): shape
         for name, shape in parameter_shapes(model).items()

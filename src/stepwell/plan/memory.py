@@ -12,7 +12,7 @@ from stepwell.config import Run
 from stepwell.models.activations import Segment, at_block, held, seen_outside
 from stepwell.parallel.lever_rules import host_bytes, share_in_8_bits
 from stepwell.parallel.rules import axis_sizes
-from stepwell.plan.shards import num_shards
+from stepwell.plan.shards import num_shards, parts_of_rank
 from stepwell.plan.sizes import Sizes
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -106,7 +106,7 @@ class MemoryItems:
 class MemoryLedger:
     """items: at the step's worst moment, which is in `phase`, on the pipeline rank that needs the
     most. activations_per_layer_bytes: what one block saves for its backward pass (the mean, where
-    blocks differ). by_phase: the total at the worst moment of each phase. gradient_bytes: of all
+    blocks differ). phases: the worst moment of each. gradient_bytes: of all
     gradients when a step begins. host: bytes of a rank on its host, by what is offloaded.
     moments_in_8_bits: the share of all moments that optim.kind "adamw8bit" quantises. Bytes on one
     device; the engine's state between steps is parameters and optimizer."""
@@ -114,7 +114,7 @@ class MemoryLedger:
     phase: str
     items: MemoryItems
     activations_per_layer_bytes: int
-    by_phase: dict[str, int]
+    phases: dict[str, MemoryItems]
     gradient_bytes: int = 0
     pp_rank: int = 0
     host: dict[str, int] = field(default_factory=dict)
@@ -125,28 +125,54 @@ class MemoryLedger:
         return self.items.total
 
     @property
+    def by_phase(self) -> dict[str, int]:
+        return {name: items.total for name, items in self.phases.items()}
+
+    @property
     def resting_bytes(self) -> int:
         """What stays between two steps."""
         return self.items.parameters + self.items.optimizer
 
 
-def predict_memory(run: Run, world: int = 1, grouped: bool | None = None) -> MemoryLedger:
+def predict_memory(
+    run: Run, world: int = 1, grouped: bool | None = None, accelerator: bool = False
+) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
     micro_batch_rows full rows with a loss on every token. grouped: whether they have a process
-    group, by default unless there is only one.
+    group, by default unless there is only one. accelerator: on one, not on a CPU, whose loss works
+    in slices that fit into its cache.
 
     Sampling's KV cache, the data, the allocator's fragmentation and the libraries' own memory are
     not in it. Raises ConfigError when the ranks cannot be laid out.
     """
     axes = axis_sizes(run.layout, world)
-    ledgers = [predict_rank(run, world, pp_rank, grouped) for pp_rank in range(axes.pp)]
+    ledgers = [predict_rank(run, world, r, grouped, accelerator) for r in _distinct(run, axes.pp)]
     return max(ledgers, key=lambda ledger: ledger.peak_bytes)
 
 
-def predict_rank(run: Run, world: int, pp_rank: int, grouped: bool | None = None) -> MemoryLedger:
+def _distinct(run: Run, pp: int) -> list[int]:
+    """Of pipeline ranks with alike stages the first, which has the most micro-batches waiting."""
+    found: dict[tuple[object, ...], int] = {}
+    for pp_rank in reversed(range(pp)):
+        stages = tuple(
+            (len(part.blocks), part.blocks.start % run.remat.every, part.first, part.last)
+            for part in parts_of_rank(run, pp_rank)
+        )
+        found[stages] = pp_rank
+    return sorted(found.values())
+
+
+def predict_rank(
+    run: Run,
+    world: int,
+    pp_rank: int,
+    grouped: bool | None = None,
+    accelerator: bool = False,
+) -> MemoryLedger:
     """`predict_memory` of one rank of the pipeline."""
     axes = axis_sizes(run.layout, world)
-    s = Sizes.of(run, axes, pp_rank, grouped=world > 1 if grouped is None else grouped)
+    grouped = world > 1 if grouped is None else grouped
+    s = Sizes.of(run, axes, pp_rank, grouped, accelerator)
     moments = [_phases(variant) for variant in _variants(s)]
     phases = {name: _worst([phases[name] for phases in moments]) for name in moments[0]}
     worst = max(phases, key=lambda name: phases[name].total)
@@ -154,7 +180,7 @@ def predict_rank(run: Run, world: int, pp_rank: int, grouped: bool | None = None
         phase=worst,
         items=phases[worst],
         activations_per_layer_bytes=held(s.segments, s.saved) // max(len(_blocks(s)), 1),
-        by_phase={name: items.total for name, items in phases.items()},
+        phases=phases,
         gradient_bytes=phases["optimizer"].gradients,
         pp_rank=pp_rank,
         host=host_bytes(run, axes),

@@ -76,7 +76,11 @@ class Sizes:
         return self.root.frozen_bytes + self.num_blocks * self.block.frozen_bytes
 
     @staticmethod
-    def of(run: Run, axes: AxisSizes, pp_rank: int, grouped: bool) -> Sizes:
+    def of(
+        run: Run, axes: AxisSizes, pp_rank: int, grouped: bool, accelerator: bool = False
+    ) -> Sizes:
+        """accelerator: the loss takes a chunk's logits at once, not in slices that fit into a CPU's
+        cache."""
         cfg, tp = run.model, axes.tp
         a, w = dtype_bytes(run.precision)
         p, r = DTYPE_BYTES[run.precision.param], DTYPE_BYTES[run.precision.reduce]
@@ -93,10 +97,10 @@ class Sizes:
             x = a * N * cfg.d_model // tp
             mean = sum(held(chosen, saved) + x for chosen in kept) // len(kept)
             waiting = (in_flight(run, axes, pp_rank, m) - 1) * mean
-            # Every stage has a buffer for each micro-batch that it gets, and each gradient.
-            waiting += m * x * sum((not part.first) + (not part.last) for part in parts)
+            # What is under way: an activation or a gradient at each end of a stage.
+            waiting += x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (
-            _loss(run, N, vocab, a, w, a if grouped else p)
+            _loss(run, N, vocab, a, w, a if grouped else p, accelerator)
             if last and cfg.has_lm_head
             else (0, 0, 0)
         )
@@ -141,9 +145,11 @@ def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -
     return most_in_flight(layout.pp_schedule, axes.pp, stages, pp_rank, num_micro_batches)
 
 
-def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, int, int]:
+def _loss(
+    run: Run, N: int, vocab: int, a: int, w: int, p: int, whole: bool
+) -> tuple[int, int, int]:
     """Workspace of the loss's forward pass, of its backward pass, and logits that are kept. p: of
-    the head as it is used."""
+    the head as it is used. whole: a chunk's logits at a time."""
     chunk = min(run.loss.chunk_tokens, N)
     keep = {"always": True, "never": False}.get(
         run.loss.keep_logits, N * vocab * a <= KEEP_LOGITS_BYTES
@@ -151,7 +157,7 @@ def _loss(run: Run, N: int, vocab: int, a: int, w: int, p: int) -> tuple[int, in
     chunk_logits, D = chunk * vocab, run.model.d_model
     # logits that are not kept: the chunk before, too, until its name is taken
     logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
-    piece = min(LOSS_SLICE_BYTES // 4, chunk_logits)
+    piece = chunk_logits if whole else min(LOSS_SLICE_BYTES // 4, chunk_logits)
     # a slice widened and its gradient (from logits, log-probabilities and probabilities too); or
     # the head's gradient from one chunk, and widened where it is added up
     head_gradient = vocab * D * (a + (p if a != p and chunk < N else 0))
