@@ -101,7 +101,7 @@ def run_of(preset: str, overrides: dict, world: int) -> Run:
 def compare(run: Run, world: int) -> None:
     known = job_of(run, world, H100)
     for pp_rank in range(run.layout.pp):
-        ledger = predict_rank(run, world, pp_rank)
+        ledger = predict_rank(run, world, pp_rank, accelerator=True)
         found = footprint(known, pp_rank, NOTHING)
         assert found.allocated == pytest.approx(ledger.peak_bytes, rel=0.03)
         block = block_of(known.dims, known.layout)
@@ -110,7 +110,7 @@ def compare(run: Run, world: int) -> None:
         state = ledger.by_phase["optimizer"]
         assert sum(step.values()) == pytest.approx(state, rel=0.03, abs=1e6)
         moment = moments["loss" if "loss" in ledger.by_phase else "backward"]
-        phase = predict_rank(run, world, pp_rank).by_phase
+        phase = predict_rank(run, world, pp_rank, accelerator=True).by_phase
         exact = phase["loss" if "loss" in phase else "backward"] - ledger.resting_bytes
         resting = sum(moment.get(k, 0) for k in ("parameters", "masters", "optimizer"))
         assert sum(moment.values()) - resting == pytest.approx(exact, rel=0.10)

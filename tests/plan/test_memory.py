@@ -4,17 +4,19 @@ from math import prod
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import rank_rows
 from stepwell.hardware import GIB, live_tensor_bytes, measure_peak_allocated
-from stepwell.models.activations import saved_per_layer
+from stepwell.models.activations import held, saved_per_layer
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.lora import LoraLinear
 from stepwell.models.lora_shapes import trained_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.parallel.mesh import init_distributed
+from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.memory import (
     kv_cache_bytes_per_token,
     logits_bytes,
@@ -26,6 +28,7 @@ from stepwell.plan.memory import (
     zero_bytes_per_parameter,
     zero_volume_in_parameters,
 )
+from stepwell.plan.sizes import Sizes
 from stepwell.sections.model import ModelConfig
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
@@ -359,6 +362,9 @@ LAYOUTS = {
         "layout.pp_stages_per_rank": 2,
         "model.tied": False,
     },
+    "context, ulysses": {"layout.cp": 2, "layout.cp_method": "ulysses"},
+    "tensor, zero 1": {"layout.tp": 2, "layout.zero": 1, "remat.mode": "full"},
+    "adapters": {"lora.rank": 4},
     "optimiser on the host": {"offload.optimizer": True},
     "moments in 8 bits": {
         "optim.kind": "adamw8bit",
@@ -402,18 +408,98 @@ def test_state_of_real_ranks_is_exact():
             assert predicted == measured, name
 
 
+# Layouts, and what of them is to be within 5 %: the activations that autograd saves.
+SAVED = {
+    "zero 0": {"layout.zero": 0},
+    "zero 1": {"layout.zero": 1},
+    "zero 3": {},
+    "zero 3, every": {"remat.mode": "every"},
+    "tensor": {"layout.tp": 2},
+    "context": {"layout.cp": 2},
+    "context, ulysses": {"layout.cp": 2, "layout.cp_method": "ulysses"},
+    "8 bits": {"precision.fp8.recipe": "tensorwise"},
+    "adapters": {"lora.rank": 8},
+}
+
+
+def saving_run(overrides):
+    """Its 544 (or 272) tokens, and those that they are padded to, are the size of no weight."""
+    run = run_of(seq_len=136, num_layers=2, vocab_size=1040, num_kv_heads=4)
+    rows = 4 if {"layout.tp", "layout.cp"} & set(overrides) else 8
+    values = run.model_dump(exclude_none=True)
+    return Run.parse(values, {**overrides, "train.global_batch_rows": rows})
+
+
+def saved_by_ranks(runs):
+    """Bytes that autograd holds, on this rank, of a micro-batch, without weights."""
+    found = []
+    for run in runs:
+        mesh = init_distributed(run.layout)
+        engine, batch = Engine(run, mesh=mesh), full_batch(run)
+        share = rank_rows(batch.num_rows, mesh.data_rank, mesh.data_world)
+        shapes, held = weight_shapes(run), {}
+
+        def keep(tensor, shapes=shapes, held=held):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if tuple(local.shape) not in shapes:
+                held[local.untyped_storage().data_ptr()] = local
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.forward_backward(batch.rows(share.start, share.stop), cross_entropy(run.loss))
+        found.append(sum(tensor.untyped_storage().nbytes() for tensor in held.values()))
+    return found
+
+
+def weight_shapes(run):
+    """Of matrices on a tensor rank, and of their transposes."""
+    shapes = list(parameter_shapes(run.model).values())
+    if run.lora.rank:
+        shapes += trained_shapes(run.model, run.lora).values()
+    found = set()
+    for rows, columns in (shape for shape in shapes if len(shape) == 2):
+        found |= {(rows // i, columns // j) for i in (1, 2) for j in (1, 2)}
+    return found | {(columns, rows) for rows, columns in found}
+
+
+def test_activations_of_real_ranks_are_predicted_within_5_percent():
+    runs = [saving_run(overrides) for overrides in SAVED.values()]
+    for results in run_ranks(saved_by_ranks, 2, runs):
+        for name, run, measured in zip(SAVED, runs, results, strict=True):
+            sizes = Sizes.of(run, axis_sizes(run.layout, 2), 0, grouped=True)
+            predicted = held(sizes.segments, sizes.saved) + sizes.saved_by_root + sizes.kept_logits
+            assert predicted == pytest.approx(measured, rel=0.05), name
+
+
 PEAKS = {
+    "zero 0": ({"zero": 0}, "none", 2),
+    "zero 1": ({"zero": 1}, "none", 2),
+    "zero 1, accumulating": ({"zero": 1}, "none", 4),
+    "zero 2": ({"zero": 2}, "none", 2),
     "zero 3": ({}, "none", 2),
     "zero 3, kept gathered": ({"reshard_after_forward": "never"}, "none", 2),
+    "zero 3, full": ({}, "full", 2),
+    "zero 3, every": ({}, "every", 2),
     "zero 3, sqrt": ({}, "sqrt", 2),
-    "zero 1, accumulating": ({"zero": 1}, "none", 4),
+    "zero 3, selective": ({}, "selective", 2),
     "tensor": ({"tp": 2}, "none", 1),
     "tensor, full": ({"tp": 2}, "full", 1),
     "tensor, selective": ({"tp": 2}, "selective", 1),
     "context": ({"cp": 2}, "none", 1),
+    "context, full": ({"cp": 2}, "full", 1),
+    "context, ulysses": ({"cp": 2, "cp_method": "ulysses"}, "none", 1),
     "gpipe": ({"pp": 2, "pp_schedule": "gpipe"}, "none", 4),
+    "1f1b": ({"pp": 2}, "none", 4),
+    "1f1b, full": ({"pp": 2}, "full", 4),
+    "interleaved": (
+        {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 2},
+        "none",
+        4,
+    ),
     "zbv": ({"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2, "zero": 1}, "none", 4),
 }
+# What waits in these pipelines is reckoned too high: of uneven stages the largest everywhere.
+TOO_HIGH = {"1f1b": 0.08, "interleaved": 0.12}
 
 
 def peak_run(layout, mode, micro_batches):
@@ -424,6 +510,7 @@ def peak_run(layout, mode, micro_batches):
 
 
 def peaks_of_ranks(runs):
+    """The least of four steps: what gloo's threads free is not seen, which can only add."""
     found = []
     for run in runs:
         mesh = init_distributed(run.layout)
@@ -437,19 +524,19 @@ def peaks_of_ranks(runs):
 
         step()
         step()
-        found.append((mesh.place.pp, measure_peak_allocated(step)))
+        found.append((mesh.place.pp, min(measure_peak_allocated(step) for _ in range(4))))
     return found
 
 
 @pytest.mark.slow
-def test_the_peak_of_real_ranks_is_predicted_within_12_percent():
-    """Not 10: what gloo's threads free is not seen."""
+def test_the_peak_of_real_ranks_is_predicted_within_5_percent():
+    """Of weights, optimiser, gradients, activations and all that is there for a moment."""
     runs = [peak_run(*case) for case in PEAKS.values()]
-    for results in run_ranks(peaks_of_ranks, 2, runs, timeout_s=200):
-        for name, run, (stage, measured) in zip(PEAKS, runs, results, strict=True):
+    for results in run_ranks(peaks_of_ranks, 2, runs, timeout_s=400):
+        for name, run, (stage, above) in zip(PEAKS, runs, results, strict=True):
             ledger = predict_rank(run, 2, stage)
-            predicted = ledger.peak_bytes - ledger.resting_bytes
-            assert predicted == pytest.approx(measured, rel=0.12), name
+            error = ledger.peak_bytes / (ledger.resting_bytes + above) - 1
+            assert -0.05 < error < TOO_HIGH.get(name, 0.05), (name, stage, error)
 
 
 def test_muon_keeps_one_moment_of_hidden_matrices():

@@ -83,6 +83,8 @@ def bytes_of_block(run: Run, sizes: AxisSizes) -> BlockBytes:
     N, compiled = _tokens(run, sizes), run.layout.compile
     block = block_bytes(run.model, N, a, w, compiled, sizes.tp, eight)
     saved, products = _saved_by_adapters(run, sizes, N, a)
+    if sizes.cp > 1 and run.layout.cp_method == "ulysses":  # attention's output, exchanged
+        saved += a * N * run.model.num_heads // sizes.tp * run.model.head_dim
     return block._replace(all=block.all + saved, products=block.products + products)
 
 

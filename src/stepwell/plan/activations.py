@@ -142,6 +142,8 @@ def _attention(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> f
     """Queries, keys, values, the output and the log-sum-exp, or the scores' softmax."""
     key = at.query if HABITS[layout.program].repeated else at.key
     kept = a * (2 * at.query + 2 * key)
+    if layout.cp > 1 and layout.cp_method == "ulysses":  # the output, exchanged
+        kept += a * at.query
     if dims.qk_norm:
         rows = at.heads + at.num_tokens * max(1, dims.num_kv_heads // layout.tp)
         kept += a * (at.query + at.key) + w * rows

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stepwell.models.activations import KEEP_LOGITS_BYTES
 from stepwell.plan.activations import Block, Modules, compute_bytes, tokens_of
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.pieces import Pieces, pieces_of_rank, target_sizes, waiting_pairs
 from stepwell.plan.state import State, master_bytes, state_of
 
-LOSS_SLICE_BYTES = 2 * 2**20  # of logits that our loss widens at a time (plan/sizes)
-KEEP_LOGITS_BYTES = 256 * 2**20  # up to which it keeps them (models/activations)
 OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory)
 
 Items = dict[str, float]
@@ -78,15 +77,17 @@ def moments_of(rank: Rank) -> dict[str, Items]:
 
 
 def _moments(rank: Rank) -> dict[str, Items]:
-    moments = {
-        "backward": _backward(rank, first=False),
-        "end of backward": _backward(rank, first=True),
-        "optimizer": _step(rank),
-    }
+    moments = {"optimizer": _step(rank)}
+    inside = [_backward(rank, number) for number in _numbers(rank)]
+    if inside:
+        moments["backward"] = max(inside, key=lambda items: sum(items.values()))
+        moments["end of backward"] = inside[0]
     if rank.pieces.last:
         moments["loss"] = _loss(rank)
     if rank.pieces.first:
         moments["embedding"] = _embedding(rank)
+    if rank.job.layout.num_gpus > 1 and not rank.state.always:
+        moments["reduction"] = _reduction(rank)
     return moments
 
 
@@ -120,13 +121,14 @@ def _groups(number: int) -> int:
     return max(1, round(number**0.5)) if number else 0
 
 
-def _held_together(layout: Arrangement, number: int, first: bool) -> int:
-    """Blocks that are whole while one is in its backward pass: the last group with "sqrt", or the
-    first, which has one less where groups differ."""
-    if layout.recompute != "sqrt" or not number:
-        return 1
-    groups = _groups(number)
-    return number // groups if first else -(-number // groups)
+def _group_of(layout: Arrangement, number: int, num_blocks: int) -> range:
+    """The blocks that are computed again together with block `number`: with "sqrt" its group."""
+    if layout.recompute != "sqrt":
+        return range(number, number + 1)
+    groups = _groups(num_blocks)
+    borders = [num_blocks * g // groups for g in range(groups + 1)]
+    place = max(g for g in range(groups) if borders[g] <= number)
+    return range(borders[place], borders[place + 1])
 
 
 def _activations(
@@ -143,10 +145,9 @@ def _activations(
     waiting = total.times(pairs / len(kept))
     if layout.program != "stepwell":
         return most, waiting, 2 * x  # what comes in, and a gradient
-    # Every stage has a buffer for each micro-batch that it gets, and each gradient; and keeps what
-    # it gave.
+    # What is under way: an activation or a gradient at each end of a stage; and what each gave.
     ends = 2 * len(kept) - pieces.first - pieces.last
-    return most, waiting, (layout.num_micro_batches * ends + pairs) * x
+    return most, waiting, (ends + pairs) * x
 
 
 def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
@@ -293,8 +294,8 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
         return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
     keep = num * vocab * a <= KEEP_LOGITS_BYTES
     logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
-    piece = min(LOSS_SLICE_BYTES // 4, chunk * vocab)
-    p = master_bytes(layout)
+    piece = chunk * vocab
+    p = a if layout.num_gpus > 1 else master_bytes(layout)
     gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
     if freezes(layout):
         gradient = 0.0
@@ -302,38 +303,70 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
     return (num * vocab * a if keep else 0.0), work
 
 
+def _fresh(rank: Rank) -> int:
+    """Size of a gradient's element as the backward pass makes it: of the weight that was used."""
+    layout = rank.job.layout
+    return compute_bytes(layout) if layout.num_gpus > 1 else master_bytes(layout)
+
+
 def _head_gradient(rank: Rank) -> float:
-    """Ours is summed in the masters' dtype, others' appears in the compute dtype."""
-    layout = rank.job.layout
-    if rank.state.always or freezes(layout):
+    if rank.state.always or freezes(rank.job.layout):
         return 0.0
-    size = master_bytes(layout) if layout.program == "stepwell" else compute_bytes(layout)
-    return size * rank.state.head
+    return _fresh(rank) * rank.state.head
 
 
-def _backward(rank: Rank, first: bool) -> Items:
-    """Inside the backward pass of a stage's last block, where it begins, or of its first."""
-    layout = rank.job.layout
+def _num_blocks(rank: Rank) -> int:
+    """Of the largest stage."""
+    return max(dense + sparse for dense, sparse in rank.pieces.stages)
+
+
+def _numbers(rank: Rank) -> list[int]:
+    """The blocks of a stage that the backward pass may be at when the most is held: between the
+    second and the last but one it grows or shrinks evenly. The first comes first."""
+    n = _num_blocks(rank)
+    ends = {0, 1, n - 2, n - 1}
+    if rank.job.layout.recompute == "sqrt":
+        groups = _groups(n)
+        ends |= {n * g // groups - 1 for g in range(1, groups + 1)}
+    return sorted(number for number in ends if 0 <= number < n)
+
+
+def _backward(rank: Rank, number: int) -> Items:
+    """Inside the backward pass of a stage's block."""
+    layout, n = rank.job.layout, _num_blocks(rank)
     block = rank.sparse if rank.pieces.sparse else rank.dense
-    stage = max(1, max(dense + sparse for dense, sparse in rank.pieces.stages))
-    together = _held_together(layout, stage, first)
-    own = block.all.times(together)
+    group = _group_of(layout, number, n)
+    own = block.all.times(number - group.start + 1)
     if layout.recompute == "selective":
         own = own.plus(Modules(mlp=block.unneeded))
-    before = Modules() if first else rank.kept.times(max(1 - together / stage, 0.0))
-    done = (stage - together) / stage if first else 0.0
-    head = 0.0 if rank.accumulates and not rank.job.dims.tied else _head_gradient(rank)
+    before = rank.kept.times(group.start / n)
+    if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
+        before = _kept_before(block, group.start, n, layout)
+    adds_up = layout.num_gpus == 1 and rank.accumulates and not rank.job.dims.tied
+    head = 0.0 if adds_up else _head_gradient(rank)
+    # Blocks that are computed again together are gathered one by one meanwhile.
+    ahead = min(1, group.start) if len(group) == 1 else 0
+    copies = _copies(rank, len(group) + ahead, (number + 1) / n, head=False)
     return _at(
         rank,
-        _gradients(rank, done) + head,
-        _copies(rank, together + 1, 1 - done, head=False) + _appearing(rank),
+        _gradients(rank, (n - 1 - number) / n) + head,
+        copies + _appearing(rank, summing=number < n - 1, ahead=ahead > 0),
         _waiting(rank, before).plus(own),
         rank.workspace,
     )
 
 
-def _appearing(rank: Rank) -> float:
-    """Weights' gradients of the block at work, before they are summed."""
+def _kept_before(block: Block, start: int, num_blocks: int, layout: Arrangement) -> Modules:
+    """What blocks 0..start-1 keep."""
+    if layout.recompute == "every":
+        return _kept_by(block, start, layout)
+    groups = _groups(num_blocks)
+    return block.input.times(sum(num_blocks * g // groups < start for g in range(groups)))
+
+
+def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:
+    """Weights' gradients of the block at work; summing: beside those of the one before; ahead:
+    beside a block that is being gathered."""
     layout, state, dims = rank.job.layout, rank.state, rank.job.dims
     if state.always:
         return 0.0
@@ -343,35 +376,60 @@ def _appearing(rank: Rank) -> float:
     largest = dims.d_model * dims.d_ff / layout.tp
     if layout.adapters:
         largest = layout.adapters.rank * max(dims.d_model, dims.d_ff / layout.tp)
+    alone = layout.num_gpus == 1
     if layout.compiled:
         found = p * state.block_whole
     else:
-        found = largest * (a + (p if rank.accumulates else 0))
-    if layout.num_gpus > 1:
+        found = largest * (a + (p if rank.accumulates and alone else 0))
+    if not alone and layout.pp == 1:
         divided = layout.zero and layout.dp_shard * layout.cp > 1
-        found += a * state.block_gathered + (p * state.block_whole if divided else 0.0)
+        found += p * state.block_whole if divided and summing else 0.0
+        found += a * state.block_gathered if ahead else 0.0
     if layout.release_gradients:
-        found += state.block_gradient if layout.num_gpus > 1 else p * largest
+        found += p * largest if alone else state.block_gradient
     return found
 
 
 def _embedding(rank: Rank) -> Items:
     """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
-    in the first micro-batch, it becomes the parameter's gradient as it is."""
+    in the first micro-batch, it becomes the parameter's gradient as it is. Under FSDP2 both wait
+    for their reduction."""
     layout, state, dims = rank.job.layout, rank.state, rank.job.dims
     a, at = compute_bytes(layout), tokens_of(dims, layout)
     tied = dims.tied and state.head > 0
-    dense = 0.0
-    if not state.always and not freezes(layout):
-        dense = master_bytes(layout) * state.embedding
-    stays = not tied and not rank.accumulates
+    fresh = 0.0 if state.always or freezes(layout) else _fresh(rank)
+    if layout.num_gpus > 1:
+        ends = state.embedding + (0.0 if tied else state.head)
+        gradients, workspace = _gradients(rank, 1.0) + fresh * ends, 0.0
+    else:
+        dense = fresh * state.embedding
+        gradients = _gradients(rank, 1.0, root=not tied) + (dense if tied else 0.0)
+        workspace = 0.0 if not tied and not rank.accumulates else dense
     return _at(
         rank,
-        _gradients(rank, 1.0, root=not tied) + (dense if tied else 0.0),
+        gradients,
         _copies(rank, 0, 0.0, head=False) + _buckets(rank),
         rank.waiting,
-        (a + 4) * at.wide + (0.0 if stays else dense),
+        (a + 4) * at.wide + workspace,
     )
+
+
+def _reduction(rank: Rank) -> Items:
+    """FSDP2 sums the gradients of what is no block, all of them in one piece. Where they have added
+    up, they wait in the dtype of the sum already. Gathered weights are gone by then, but for those
+    that wait for the next micro-batch, or in a pipeline for their own reduction."""
+    layout, state, a = rank.job.layout, rank.state, compute_bytes(rank.job.layout)
+    waits = layout.pp > 1 or not layout.reduce_every_micro_batch
+    fresh = 0.0 if waits and rank.accumulates else a * state.root_whole
+    copies = a * rank.pieces.num_blocks * state.block_gathered if layout.pp > 1 else 0.0
+    if layout.zero < 3 and rank.accumulates and not waits:
+        copies = _copies(rank, 0, 0.0, head=False)
+    whole = fresh + master_bytes(layout) * state.root_whole
+    return {
+        **_resting(rank),
+        "gradients": _gradients(rank, 1.0),
+        "buffers": copies + (_buckets(rank) if layout.bucket_elements else whole),
+    }
 
 
 def _step(rank: Rank) -> Items:
