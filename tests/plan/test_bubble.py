@@ -12,6 +12,7 @@ from stepwell.plan.bubble import (
     simulate,
     simulate_schedule,
 )
+from stepwell.plan.pieces import most_in_flight
 from stepwell.plan.schedule_actions import Action, Actions, schedule_actions
 from stepwell.types import ConfigError
 
@@ -251,6 +252,20 @@ def test_micro_batches_in_flight():
     assert simulate_schedule("interleaved-1f1b", 4, 16, 2).peak_in_flight_of_ranks == [11, 9, 7, 5]
     assert simulate_schedule("zbv", 4, 16, 2).peak_in_flight_of_ranks == [8] * 4
     assert simulate_schedule("dualpipev", 4, 16, 2).peak_in_flight_of_ranks == [9] * 4
+
+
+def test_the_ledger_holds_as_many():
+    """Also where rounds of an interleaved schedule are longer than p. (For zero bubble the ledger
+    counts one more, whose weights' gradients are being computed.)"""
+    for schedule, p, m, v in LEGAL:
+        if p == 1 or (schedule, v) == ("interleaved-1f1b", 1):
+            continue
+        found = simulate_schedule(schedule, p, m, v).peak_in_flight_of_ranks
+        ledger = [most_in_flight(schedule, p, v, rank, m) for rank in range(p)]
+        if schedule in ("zbv", "dualpipev"):
+            assert all(a <= b <= max(found) + 1 for a, b in zip(found, ledger, strict=True))
+        else:
+            assert found == ledger, (schedule, p, m, v)
 
 
 # --- uneven stages, recomputation, messages --------------------------------------------------

@@ -90,16 +90,17 @@ def waiting_pairs(layout: Arrangement, pp_rank: int) -> int:
 
 
 def most_in_flight(schedule: str, p: int, v: int, pp_rank: int, m: int) -> int:
-    """1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) p + 2 (p - rank - 1), and the
-    one at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage, and one that waits for its
-    weights' gradients (2401.10241)."""
+    """1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
+    2 (p - rank - 1), and the one at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage,
+    and one that waits for its weights' gradients (2401.10241)."""
     if schedule == "gpipe":
         return v * m
     if schedule in ZERO_BUBBLE:
         return min(v * m, 2 * p + 1)
     if v == 1:
         return min(m, p - pp_rank)
-    return min(v * m, (v - 1) * p + 2 * (p - pp_rank - 1) + 1)
+    per_round = m // max(1, m // p)
+    return min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
 
 
 def elements_of(dims: Dims, layout: Arrangement) -> Elements:
