@@ -14,7 +14,10 @@ from stepwell.hardware import TERA, Accelerator
 # Engineering", compute/accelerator (MAMF finder). Two are not measured but follow from a sibling by
 # the square root of the power limits: h100-96g-hbm2e-500w (500 W, h100-sxm's are 700 W) and gb300
 # (1400 W, gb200's are 1200 W).
+# V100: 83 on the PCIe card of 112.7 (1803.04014), by the peaks.
 MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
+    "v100-16g": (92.1, None),
+    "v100-32g": (92.1, None),
     "a100-40g": (271.2, None),
     "a100-80g": (271.2, None),
     "a100-80g-pcie": (252.9, None),
@@ -31,6 +34,8 @@ MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
     "mi325x": (784.9, None),
     "mi355x": (1565.0, None),
 }
+# That rate as a share of the peak where nobody has measured it: the mean of those above.
+UNMEASURED = 0.75
 # 4-bit rate over the 8-bit one (vendor's datasheets; 3 on Blackwell Ultra).
 FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 
@@ -38,8 +43,7 @@ FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 @dataclass(frozen=True)
 class Coefficients:
     """matmul_*: share of the device's fastest measured product that the products of a block reach,
-    in 16, 8 and 4 bits. unmeasured: that fastest product as a share of the peak, for devices on
-    which nobody has measured it. attention: of attention that keeps its scores on the chip, as a
+    in 16, 8 and 4 bits. attention: of attention that keeps its scores on the chip, as a
     share of the fastest 16-bit product, by kernels written for the device's generation; what is
     left of that with kernels of an older one (attention_older) and with Triton's
     (attention_triton).
@@ -54,7 +58,6 @@ class Coefficients:
     matmul_16: float
     matmul_8: float
     matmul_4: float
-    unmeasured: float
     attention: float
     attention_older: float
     attention_triton: float
@@ -75,21 +78,20 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.918,
-    matmul_8=0.931,
-    matmul_4=0.663,
-    unmeasured=0.64,
-    attention=0.538,
-    attention_older=0.528,
-    attention_triton=0.761,
-    memory=0.868,
-    eager=2.21,
-    scaleup=0.616,
-    network=0.744,
-    hop_s=2.62e-05,
+    matmul_16=0.912,
+    matmul_8=0.932,
+    matmul_4=0.667,
+    attention=0.545,
+    attention_older=0.524,
+    attention_triton=0.754,
+    memory=0.812,
+    eager=2.04,
+    scaleup=0.644,
+    network=0.781,
+    hop_s=2.6e-05,
     launch_s=2.73e-05,
-    contention=0.727,
-    straggling=0.00334,
+    contention=0.737,
+    straggling=0.00288,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
@@ -111,16 +113,15 @@ def generation(device: Accelerator) -> str:
     return "hopper"
 
 
-def fastest_matmul(device: Accelerator, bits: int, unmeasured: float) -> float:
-    """FLOP/s of the fastest product in that many bits: measured if anybody has, else the share
-    `unmeasured` of the peak."""
+def fastest_matmul(device: Accelerator, bits: int) -> float:
+    """FLOP/s of the fastest product in that many bits: measured if anybody has."""
     if bits == 4:
-        return FOUR_BITS.get(device.name, 2.0) * fastest_matmul(device, 8, unmeasured)
+        return FOUR_BITS.get(device.name, 2.0) * fastest_matmul(device, 8)
     sixteen, eight = MEASURED_MATMUL.get(device.name, (None, None))
     measured = {16: sixteen, 8: eight}.get(bits)
     if measured is not None:
         return measured * TERA
-    return unmeasured * peak(device, bits)
+    return UNMEASURED * peak(device, bits)
 
 
 def peak(device: Accelerator, bits: int) -> float:

@@ -173,7 +173,7 @@ def _seconds(
     waits for the slowest of memory, products and the host's kernels, and with several GPUs for two
     sums a layer."""
     device = cluster.accelerator
-    products = fastest_matmul(device, 16, c.unmeasured) * c.matmul_16 * num_gpus
+    products = fastest_matmul(device, 16) * c.matmul_16 * num_gpus
     bandwidth = device.bandwidth_bytes_per_s * c.memory * num_gpus
     flops = 2 * (dims.parameters(active=True) - dims.embedding_parameters * (not dims.tied))
     context = work.prompt_tokens + work.answer_tokens / 2

@@ -162,11 +162,11 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
     if layout.precision == "fp32":
         sixteen = peak(device, 32) * c.matmul_16
     else:
-        sixteen = fastest_matmul(device, 16, c.unmeasured) * c.matmul_16
+        sixteen = fastest_matmul(device, 16) * c.matmul_16
     low = sixteen
     if layout.precision == "fp8":
         bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
-        low = fastest_matmul(device, bits, c.unmeasured) * share
+        low = fastest_matmul(device, bits) * share
     flash = c.attention
     if layout.attention_kernel != "native" and generation(device) not in ("volta", "ampere"):
         flash *= c.attention_older
@@ -175,7 +175,7 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
     return Rates(
         sixteen,
         low,
-        flash * fastest_matmul(device, 16, c.unmeasured),
+        flash * fastest_matmul(device, 16),
         device.bandwidth_bytes_per_s * c.memory,
         1.0 if layout.compiled else c.eager,
         c.launch_s,
@@ -369,7 +369,7 @@ def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, a
     return {
         "forward": share * gathers * forward.total,
         "backward": share * reduces * (backward.total + again.total),
-        "optimizer": share * forward.total,
+        "optimizer": 0.0 if layout.shards_broadcast else share * forward.total,
     }
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import correlation, median
 from typing import Any
 
 from stepwell.hardware import GIB
@@ -114,14 +114,14 @@ class Validation:
     def lines(self) -> list[str]:
         found = [f"{len(self.predictions)} rows used, {len(self.skipped)} not"]
         found += [f"  not used: {why} ({n})" for why, n in sorted(self.reasons.items())]
-        found += _table("step time", self.step_errors())
+        found += error_lines("step time", self.step_errors())
         for name, by in GROUPS:
-            found += _table(f"step time by {name}", self.step_errors(by))
-        found += _table(
+            found += error_lines(f"step time by {name}", self.step_errors(by))
+        found += error_lines(
             "peak memory by what was measured", self.memory_errors(lambda r: r.mem_kind)
         )
         found += [f"fits / OOM: {', '.join(f'{k} {n}' for k, n in self.fit_table().items())}"]
-        return found + _sweep_lines(self.sweeps())
+        return found + sweep_lines(self.sweeps())
 
 
 GROUPS: tuple[tuple[str, Callable[[Published], str]], ...] = (
@@ -212,19 +212,23 @@ def sweep_of(run: Published) -> tuple[Any, ...]:
 
 
 def _sweep(key: tuple[Any, ...], layouts: dict[Any, list[tuple[float, float]]]) -> Sweep | None:
-    from scipy.stats import spearmanr
-
     measured = [median(step for step, _ in repeats) for repeats in layouts.values()]
     predicted = [repeats[0][1] for repeats in layouts.values()]
     if min(measured) == max(measured) or min(predicted) == max(predicted):
         return None
-    correlation = float(spearmanr(measured, predicted).statistic)
+    rank_correlation = correlation(_ranks(measured), _ranks(predicted))
     best = min(measured)
     places = sorted(range(len(predicted)), key=lambda i: predicted[i])
     place = min(place for place, i in enumerate(places, 1) if measured[i] == best)
     source, model, gpu, num_gpus, seq_len, batch, precision, _ = key
     name = f"{source}: {model} on {num_gpus} {gpu}, {batch} x {seq_len}, {precision}"
-    return Sweep(name, len(layouts), correlation, place)
+    return Sweep(name, len(layouts), rank_correlation, place)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Equal values share the mean of their ranks."""
+    ordered = sorted(values)
+    return [ordered.index(x) + (ordered.count(x) + 1) / 2 for x in values]
 
 
 def mean_correlation(found: Sequence[Sweep]) -> float | None:
@@ -258,7 +262,8 @@ def _row(p: Prediction) -> dict[str, Any]:
     }
 
 
-def _table(title: str, groups: dict[str, Errors]) -> list[str]:
+def error_lines(title: str, groups: dict[str, Errors]) -> list[str]:
+    """A table of errors by group."""
     rows = [f"{title:<44}{'rows':>6}{'median error':>14}{'bias':>9}{'9 in 10':>9}"]
     for name, one in groups.items():
         percent = f"{100 * one.median_error:>12.1f} %{100 * one.bias:>+7.1f} %"
@@ -268,13 +273,13 @@ def _table(title: str, groups: dict[str, Errors]) -> list[str]:
     return rows
 
 
-def _sweep_lines(found: list[Sweep]) -> list[str]:
+def sweep_lines(found: list[Sweep]) -> list[str]:
     mean = mean_correlation(found)
     if mean is None:
         return ["no sweep of at least three layouts"]
     top = sum(sweep.place_of_best <= TOP for sweep in found)
     rows = [
-        f"  {s.name:<68}{s.num_layouts:>3} layouts{s.correlation:>6.2f}, best: our {s.place_of_best}"
+        f"  {s.name:<66}{s.num_layouts:>3} layouts{s.correlation:>6.2f}, best: {s.place_of_best}."
         for s in found
     ]
     head = (
