@@ -431,6 +431,7 @@ def _divided_tokens(step: _Step) -> Iterator[Sent]:
         yield step.one("all-gather", "tp", "gather inputs again", "backward", x, third)
     if ours:
         yield from _partial_gradients(step)
+        yield from _row_lengths(step, again)
 
 
 def _partial_gradients(step: _Step) -> Iterator[Sent]:
@@ -442,6 +443,18 @@ def _partial_gradients(step: _Step) -> Iterator[Sent]:
                 calls = step.m * number
                 purpose = "sum partial gradients"
                 yield step.one("all-reduce", "tp", purpose, "backward", num_bytes, calls)
+
+
+def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent]:
+    """Of adapted matrices whose columns are divided (DoRA), in at least float32."""
+    adapters = step.layout.adapters
+    if adapters is None or not adapters.dora:
+        return
+    divided = sum(name in adapters.targets for name in ("wo", "w_down"))
+    num_bytes, times = 4 * step.dims.d_model, step.m * divided
+    calls, twice = times * step.num_blocks, times * again.blocks
+    yield step.one("all-reduce", "tp", "lengths of rows", "forward", num_bytes, calls)
+    yield step.one("all-reduce", "tp", "recompute", "backward", num_bytes, twice)
 
 
 def _summed_tokens(step: _Step) -> Iterator[Sent]:

@@ -9,10 +9,12 @@ context, NCCL's buffers, the workspace of kernels.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +22,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
+from stepwell.hardware import GIB
 from stepwell.parallel.adapters import quantised_bytes
 from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.rules import axis_sizes
 from stepwell.parallel.schedules import next_micro_batches, num_stages, rank_of_stage
+from stepwell.plan.comms import Sent
 from stepwell.plan.fakes import Answers, fake_device, fake_ranks
+from stepwell.plan.memory import MemoryLedger
 from stepwell.plan.watch import Issued, Watch, watching
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, cross_entropy, masked_sum, token_count
 from stepwell.types import ConfigError
+
+FEW_BYTES = 256  # of messages that are left out where traffic is compared
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,34 @@ class DryRun:
         """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
+    def against(
+        self, ledgers: Mapping[int, MemoryLedger], sent: Mapping[int, Sequence[Sent]]
+    ) -> list[Difference]:
+        """What was predicted of each rank of the pipeline (`plan.memory.predict_rank`, for an
+        accelerator; `plan.comms.collectives`), beside what was counted."""
+        rows = []
+        for rank in self.ranks:
+            if rank.pp_rank in ledgers:
+                rows += _of_memory(rank, ledgers[rank.pp_rank])
+            if rank.pp_rank in sent:
+                rows += _of_traffic(rank, sent[rank.pp_rank], self.world)
+        return rows
+
+    def lines(self) -> list[str]:
+        """For people: memory of each rank, then what the busiest sends, by axis and kind."""
+        names = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak")
+        rows = [
+            f"dry run on {self.world} ranks, {self.num_micro_batches} micro-batches; GiB a rank",
+            f"{'pipeline rank':<14}" + "".join(f"{name:>13}" for name in names),
+        ]
+        for rank in self.ranks:
+            sizes = (*(getattr(rank, name) for name in names[:-1]), rank.peak_bytes)
+            rows.append(f"{rank.pp_rank:<14}" + "".join(f"{n / GIB:>13.3f}" for n in sizes))
+        rows.append(f"{'axis':<14}{'collective':<16}{'ranks':>7}{'calls':>9}{'GiB sent':>12}")
+        for (axis, kind, num_ranks), (calls, wire) in _sums(self.busiest.issued).items():
+            rows.append(f"{axis:<14}{kind:<16}{num_ranks:>7}{calls:>9}{wire / GIB:>12.3f}")
+        return rows
+
     def as_json(self) -> dict[str, Any]:
         ranks = [
             {
@@ -85,6 +120,62 @@ class DryRun:
             "num_micro_batches": self.num_micro_batches,
             "ranks": ranks,
         }
+
+
+class Difference(NamedTuple):
+    """Bytes of one item of a rank, as predicted and as counted."""
+
+    pp_rank: int
+    item: str
+    predicted: float
+    counted: float
+
+    @property
+    def relative(self) -> float:
+        """predicted / counted - 1; infinite where only one of them is nothing."""
+        if self.counted:
+            return self.predicted / self.counted - 1
+        return 0.0 if not self.predicted else math.inf
+
+
+def _of_memory(rank: Counted, ledger: MemoryLedger) -> list[Difference]:
+    forward, optimizer = ledger.phases["forward"], ledger.phases["optimizer"]
+    pairs = {
+        "parameters": (optimizer.parameters, rank.parameters),
+        "gradients": (ledger.gradient_bytes, rank.gradients),
+        "optimizer": (optimizer.optimizer, rank.optimizer),
+        "activations": (forward.activations + forward.logits, rank.activations),
+        "peak": (ledger.peak_bytes, rank.peak_bytes),
+    }
+    return [Difference(rank.pp_rank, item, *pair) for item, pair in pairs.items()]
+
+
+def _of_traffic(rank: Counted, sent: Sequence[Sent], world: int) -> list[Difference]:
+    """By axis and kind, as bytes on the wire. Messages of a few bytes, by which the program agrees
+    on shapes, counts and norms, are left out."""
+    predicted = _on_wire(((one.axis, one) for one in sent), world)
+    counted = _on_wire(((one.group, one) for one in rank.issued), world)
+    names = sorted(predicted.keys() | counted.keys())
+    rows = [Difference(rank.pp_rank, name, predicted[name], counted[name]) for name in names]
+    return [row for row in rows if row.predicted or row.counted]
+
+
+def _on_wire(found: Iterable[tuple[str, Sent | Issued]], world: int) -> defaultdict[str, float]:
+    table: defaultdict[str, float] = defaultdict(float)
+    for axis, one in found:
+        if one.num_bytes > FEW_BYTES:
+            name = "world" if one.num_ranks == world else axis
+            table[f"{name} {one.kind}"] += one.calls * one.wire_bytes
+    return table
+
+
+def _sums(issued: Iterable[Issued]) -> dict[tuple[str, str, int], tuple[int, float]]:
+    table: dict[tuple[str, str, int], tuple[int, float]] = {}
+    for one in issued:
+        key = (one.group, one.kind, one.num_ranks)
+        calls, wire = table.get(key, (0, 0.0))
+        table[key] = (calls + one.calls, wire + one.calls * one.wire_bytes)
+    return table
 
 
 def dry_run(
