@@ -196,8 +196,7 @@ def report(runs: Iterable[Published]) -> list[str]:
             lines.append(_line(label, score))
     asked = fit_errors(runs)
     lines.append(
-        f"fits or not: {asked.num_fit + asked.num_oom - len(asked.wrong)} right of {asked.num_fit} "
-        f"that fitted and {asked.num_oom} that did not ({asked.num_unknown} not asked); wrong: "
-        f"{', '.join(asked.wrong) or 'none'}"
+        f"fits or not: {len(asked.wrong)} wrong of {asked.num_fit} that fitted and {asked.num_oom} "
+        f"that did not ({asked.num_unknown} not asked): {', '.join(asked.wrong) or 'none'}"
     )
     return lines
