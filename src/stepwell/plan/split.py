@@ -17,6 +17,7 @@ from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 MAX_ROUNDS = 20  # of moving borders
+FEW_STAGES = 8  # up to which every move is tried
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def compare_splits(
 
 def best_split(layout: LayoutConfig, num_micro_batches: int, parts: PartCosts) -> Split:
     """With one stage a rank, the split whose slowest stage is fastest, exactly. With several, that
-    of the stages is where a search begins that moves borders for as long as the step gets shorter.
+    of the stages is where a search begins that moves blocks for as long as the step gets shorter
+    (with many stages only from the rank that works most to those that work least).
 
     Raises ConfigError for fewer blocks than stages between the first and the last.
     """
@@ -86,7 +88,7 @@ def best_split(layout: LayoutConfig, num_micro_batches: int, parts: PartCosts) -
     own = tuple(len(blocks) for blocks in split_blocks(len(parts.blocks_s), layout))
     best = min(_timed(own, layout, num_micro_batches, parts), best, key=lambda x: x.total_s)
     for _ in range(MAX_ROUNDS):
-        tried = [_timed(c, layout, num_micro_batches, parts) for c in _neighbours(best.counts)]
+        tried = [_timed(c, layout, num_micro_batches, parts) for c in _neighbours(best)]
         better = min(tried, key=lambda split: split.total_s, default=best)
         if better.total_s >= best.total_s:
             break
@@ -103,19 +105,34 @@ def _timed(
     return Split(tuple(counts), simulate(actions, costs_of_split(counts, parts)))
 
 
-def _neighbours(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """With one block moved from any stage to any other; the blocks between move on by one. Stages
+def _neighbours(split: Split) -> list[tuple[int, ...]]:
+    """With one block moved from a stage to another; the blocks between move on by one. Stages
     between the first and the last keep one."""
-    found = []
-    for source in range(len(counts)):
+    counts, found = split.counts, []
+    sources, targets = _moves(split)
+    for source in sources:
         least = 0 if source in (0, len(counts) - 1) else 1
-        for target in range(len(counts)):
+        for target in targets:
             if source != target and counts[source] > least:
                 moved = list(counts)
                 moved[source] -= 1
                 moved[target] += 1
                 found.append(tuple(moved))
     return found
+
+
+def _moves(split: Split) -> tuple[list[int], list[int]]:
+    """From which stages to which."""
+    timeline, every = split.timeline, list(range(len(split.counts)))
+    if len(every) <= FEW_STAGES:
+        return every, every
+    rank_of = {event.action.stage: event.rank for event in timeline.events}
+    busy = timeline.busy_s
+    order = sorted(range(timeline.num_ranks), key=lambda rank: busy[rank])
+    return (
+        [s for s in every if rank_of[s] == order[-1]],
+        [s for s in every if rank_of[s] in order[:2]],
+    )
 
 
 def fastest_slowest(stages: int, parts: PartCosts) -> tuple[int, ...]:
