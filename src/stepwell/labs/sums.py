@@ -39,6 +39,20 @@ class Size(NamedTuple):
     num_heldout: int
 
 
+def model(layers: int, d_model: int) -> dict[str, Any]:
+    """Settings of a small model in float32."""
+    return {
+        "model.num_layers": layers,
+        "model.d_model": d_model,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": d_model // 4,
+        "model.d_ff": 2 * d_model,
+        "model.init_std": 0.05,
+        "precision.compute": "fp32",
+    }
+
+
 class World(NamedTuple):
     folder: Path
     tokenizer: Tokenizer
@@ -85,14 +99,14 @@ def make_world(folder: Path, seed: int, size: Size) -> tuple[World, str]:
     world = World(folder, tokenizer, seed, size)
     found = problems(size.num_problems + size.num_prompts, "train", seed, size.num_terms)
     taught, asked = found[: size.num_problems], found[size.num_problems :]
-    num_worked = round(size.worked * len(taught))
-    _write(folder / "sft.jsonl", [_row(p, i < num_worked) for i, p in enumerate(taught)])
+    # The n-th is worked where the running total of shares passes a whole number.
+    worked = [int((i + 1) * size.worked) > int(i * size.worked) for i in range(len(taught))]
+    rows = [_row(p, is_worked) for p, is_worked in zip(taught, worked, strict=True)]
+    _write(folder / "sft.jsonl", rows)
     _write(folder / "prompts.jsonl", [_row(p) for p in asked])
     # The same for every seed.
-    _write(
-        folder / "heldout.jsonl",
-        [_row(p) for p in problems(size.num_heldout, "heldout", 0, size.num_terms)],
-    )
+    heldout = problems(size.num_heldout, "heldout", 0, size.num_terms)
+    _write(folder / "heldout.jsonl", [_row(p) for p in heldout])
     base = folder / "base"
     Engine(world.run("sft", "none")).save(base, {TOKENIZER: tokenizer.fingerprint}).wait()
     run = world.run(
