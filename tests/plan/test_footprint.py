@@ -205,7 +205,7 @@ def test_activations_of_a_layer_are_those_of_2205_05198(t):
 
 def state_bytes(**layout) -> float:
     """Bytes a parameter between steps, with gradients."""
-    known = job(dp_shard=8, **layout)
+    known = job(**{"dp_shard": 8, **layout})
     block = block_of(known.dims, known.layout)
     items = moments_of(rank_of(known, 0, block, block))["optimizer"]
     return sum(items.values()) / known.dims.parameters()
@@ -292,6 +292,14 @@ def test_buckets():
     assert buffers("loss", **few) == 2 * 2 * 10**8
     assert buffers("backward", **few) == 2 * 3 * 10**8
     assert buffers("backward", **few | {"bucket_elements": 0}) > 10**9
+
+
+def test_replicas_of_torch_have_a_second_copy_of_their_gradients():
+    """torch's DistributedDataParallel: 20 bytes a parameter at rest, without copies of weights."""
+    one = state_bytes(program="fsdp", zero=0, dp_shard=1)
+    assert one == pytest.approx(16)
+    assert state_bytes(program="fsdp", zero=0) == pytest.approx(20)
+    assert state_bytes(program="stepwell", zero=0) == pytest.approx(16)
 
 
 def test_each_module_that_megatron_computes_again_is_not_kept():

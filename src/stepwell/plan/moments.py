@@ -189,7 +189,11 @@ def _waiting(rank: Rank, kept: Modules) -> Modules:
 
 def _resting(rank: Rank) -> Items:
     state = rank.state
-    return {"parameters": state.parameters, "masters": state.masters, "optimizer": state.moments}
+    found = {"parameters": state.parameters, "masters": state.masters, "optimizer": state.moments}
+    layout = rank.job.layout
+    if layout.program == "fsdp" and not layout.zero and layout.data_ranks > 1:
+        found["buckets"] = state.gradients  # DistributedDataParallel's, beside the gradients
+    return found
 
 
 def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
