@@ -85,7 +85,7 @@ def test_the_shipped_coefficients_reach_what_is_reported(whole):
     assert by_source["llm-foundry"].median_error < 0.05
     assert by_source["dgxc-benchmarking"].median_error < 0.06
     assert by_source["internevo"].median_error < 0.06
-    assert mean_correlation(whole.sweeps()) > 0.6
+    assert (mean_correlation(whole.sweeps()) or 0.0) > 0.6
     assert sum(sweep.place_of_best <= 3 for sweep in whole.sweeps()) >= len(whole.sweeps()) - 1
 
 
