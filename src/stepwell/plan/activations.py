@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stepwell.models.activations import KEEP_LOGITS_BYTES
 from stepwell.plan.job import Arrangement, Dims, Program
 from stepwell.plan.pieces import target_sizes
 
@@ -84,6 +85,15 @@ class Tokens(NamedTuple):
 def compute_bytes(layout: Arrangement) -> int:
     """Of an element in the compute dtype; products in 8 bits are between tensors in 16."""
     return 4 if layout.precision == "fp32" else 2
+
+
+def master_bytes(layout: Arrangement) -> int:
+    return 2 if layout.state_precision == "bf16" else 4
+
+
+def freezes(layout: Arrangement) -> bool:
+    """Whether only part of the model is trained, which the embedding and the head are not in."""
+    return layout.adapters is not None or layout.trained_share < 1
 
 
 def tokens_of(dims: Dims, layout: Arrangement) -> Tokens:
@@ -251,3 +261,29 @@ def _without(
         attention -= a * at.part
         mlp -= a * at.part
     return Modules(norms, attention, mlp)
+
+
+def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
+    """Bytes of the logits that wait for the backward pass, and the most that the loss holds beside
+    them."""
+    num, a = layout.tokens_of_rank, compute_bytes(layout)
+    vocab = dims.vocab_size / layout.tp
+    chunk = min(layout.loss_chunk_tokens or num, num)
+    if layout.program == "megatron":
+        # float32 logits become their softmax and its gradient in place; before flash attention's
+        # time exp had a copy of its own
+        return 0.0, chunk * vocab * (a + (4 if layout.flash else 8))
+    if layout.program == "fsdp":
+        if layout.compiled_loss:
+            return 0.0, chunk * vocab * 2 * a  # logits and their gradient
+        # log-softmax and the two gradients; on divided logits also a one-hot and its exponential
+        return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
+    keep = num * vocab * a <= KEEP_LOGITS_BYTES
+    logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
+    piece = chunk * vocab
+    p = a if layout.num_gpus > 1 else master_bytes(layout)
+    gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
+    if freezes(layout):
+        gradient = 0.0
+    work = logits + max((2 if keep else 4) * 4 * piece, gradient)
+    return (num * vocab * a if keep else 0.0), work

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stepwell.models.activations import KEEP_LOGITS_BYTES
-from stepwell.plan.activations import Block, Modules, compute_bytes, tokens_of
+from stepwell.plan.activations import (
+    Block,
+    Modules,
+    compute_bytes,
+    freezes,
+    logits_of,
+    master_bytes,
+    tokens_of,
+)
 from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.kept import group_of, kept_before, kept_by, num_groups
 from stepwell.plan.pieces import Pieces, pieces_of_rank, target_sizes, waiting_pairs
-from stepwell.plan.state import State, master_bytes, state_of
+from stepwell.plan.state import State, state_of
 
 OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory)
 
@@ -35,11 +43,6 @@ class Rank(NamedTuple):
     root: float
     workspace: float
     accumulates: bool
-
-
-def freezes(layout: Arrangement) -> bool:
-    """Whether only part of the model is trained, which the embedding and the head are not in."""
-    return layout.adapters is not None or layout.trained_share < 1
 
 
 def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
@@ -104,37 +107,10 @@ def host_of(rank: Rank) -> Items:
 # --- activations -----------------------------------------------------------------------------
 
 
-def _kept_by(block: Block, number: int, layout: Arrangement) -> Modules:
-    """What `number` blocks of a stage keep of one micro-batch. budget: as "full", the least."""
-    mode = layout.recompute
-    if mode == "none":
-        return block.all.times(number)
-    if mode == "selective":
-        return block.products.times(number)
-    if mode == "every":
-        inputs = -(-number // layout.recompute_every)
-        return block.input.times(inputs).plus(block.all.times(number - inputs))
-    return block.input.times(_groups(number) if mode == "sqrt" else number)
-
-
-def _groups(number: int) -> int:
-    return max(1, round(number**0.5)) if number else 0
-
-
-def _group_of(layout: Arrangement, number: int, num_blocks: int) -> range:
-    """The blocks that are computed again together with block `number`: with "sqrt" its group."""
-    if layout.recompute != "sqrt":
-        return range(number, number + 1)
-    groups = _groups(num_blocks)
-    borders = [num_blocks * g // groups for g in range(groups + 1)]
-    place = max(g for g in range(groups) if borders[g] <= number)
-    return range(borders[place], borders[place + 1])
-
-
 def _activations(
     layout: Arrangement, pieces: Pieces, pp_rank: int, dense: Block, sparse: Block
 ) -> tuple[Modules, Modules, float]:
-    kept = [_kept_by(dense, d, layout).plus(_kept_by(sparse, s, layout)) for d, s in pieces.stages]
+    kept = [kept_by(dense, d, layout).plus(kept_by(sparse, s, layout)) for d, s in pieces.stages]
     most = max(kept, key=lambda modules: modules.total)
     if layout.pp == 1:
         return most, Modules(), 0.0
@@ -281,32 +257,6 @@ def _loss(rank: Rank) -> Items:
     return {**items, "logits": kept + work}
 
 
-def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
-    """Bytes of the logits that wait for the backward pass, and the most that the loss holds beside
-    them."""
-    num, a = layout.tokens_of_rank, compute_bytes(layout)
-    vocab = dims.vocab_size / layout.tp
-    chunk = min(layout.loss_chunk_tokens or num, num)
-    if layout.program == "megatron":
-        # float32 logits become their softmax and its gradient in place; before flash attention's
-        # time exp had a copy of its own
-        return 0.0, chunk * vocab * (a + (4 if layout.flash else 8))
-    if layout.program == "fsdp":
-        if layout.compiled_loss:
-            return 0.0, chunk * vocab * 2 * a  # logits and their gradient
-        # log-softmax and the two gradients; on divided logits also a one-hot and its exponential
-        return 0.0, chunk * vocab * 4 * (3 if layout.tp == 1 else 4)
-    keep = num * vocab * a <= KEEP_LOGITS_BYTES
-    logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
-    piece = chunk * vocab
-    p = a if layout.num_gpus > 1 else master_bytes(layout)
-    gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
-    if freezes(layout):
-        gradient = 0.0
-    work = logits + max((2 if keep else 4) * 4 * piece, gradient)
-    return (num * vocab * a if keep else 0.0), work
-
-
 def _fresh(rank: Rank) -> int:
     """Size of a gradient's element as the backward pass makes it: of the weight that was used."""
     layout = rank.job.layout
@@ -330,7 +280,7 @@ def _numbers(rank: Rank) -> list[int]:
     n = _num_blocks(rank)
     ends = {0, 1, n - 2, n - 1}
     if rank.job.layout.recompute == "sqrt":
-        groups = _groups(n)
+        groups = num_groups(n)
         ends |= {n * g // groups - 1 for g in range(1, groups + 1)}
     return sorted(number for number in ends if 0 <= number < n)
 
@@ -339,13 +289,13 @@ def _backward(rank: Rank, number: int) -> Items:
     """Inside the backward pass of a stage's block."""
     layout, n = rank.job.layout, _num_blocks(rank)
     block = rank.sparse if rank.pieces.sparse else rank.dense
-    group = _group_of(layout, number, n)
+    group = group_of(layout, number, n)
     own = block.all.times(number - group.start + 1)
     if layout.recompute == "selective":
         own = own.plus(Modules(mlp=block.unneeded))
     before = rank.kept.times(group.start / n)
     if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
-        before = _kept_before(block, group.start, n, layout)
+        before = kept_before(block, group.start, n, layout)
     adds_up = layout.num_gpus == 1 and rank.accumulates and not rank.job.dims.tied
     head = 0.0 if adds_up else _head_gradient(rank)
     # Blocks that are computed again together are gathered one by one meanwhile.
@@ -358,14 +308,6 @@ def _backward(rank: Rank, number: int) -> Items:
         _waiting(rank, before).plus(own),
         rank.workspace,
     )
-
-
-def _kept_before(block: Block, start: int, num_blocks: int, layout: Arrangement) -> Modules:
-    """What blocks 0..start-1 keep."""
-    if layout.recompute == "every":
-        return _kept_by(block, start, layout)
-    groups = _groups(num_blocks)
-    return block.input.times(sum(num_blocks * g // groups < start for g in range(groups)))
 
 
 def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:

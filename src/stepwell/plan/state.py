@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from stepwell.plan.activations import compute_bytes
+from stepwell.plan.activations import compute_bytes, master_bytes
 from stepwell.plan.job import Arrangement, Dims
 from stepwell.plan.pieces import Elements, Pieces, elements_of, target_sizes
 
@@ -43,10 +43,6 @@ class State(NamedTuple):
     embedding: float
     head: float
     host: float
-
-
-def master_bytes(layout: Arrangement) -> int:
-    return 2 if layout.state_precision == "bf16" else 4
 
 
 def state_of(dims: Dims, layout: Arrangement, pieces: Pieces) -> State:
