@@ -303,7 +303,7 @@ def test_what_cannot_be_is_refused(values, message):
 def test_limits_are_legal():
     policy_run(**{"method.overlong_cache": 8, "method.minibatches": 16, "method.group_size": 2})
     policy_run(**{"method.dual_clip": 1.01, "method.objective": "gspo"})
-    policy_run(**{"method.kl_in": "reward", "method.kl_estimator": "k1"})
+    policy_run(**{"method.kl_in": "reward", "method.kl_estimator": "k1", "method.kl_coef": 0.1})
 
 
 def test_the_first_sigterm_saves(world):

@@ -28,7 +28,10 @@ from stepwell.models.layers import (
     expand_shared,
     take_rows,
 )
+from stepwell.models.row_padding import missing_rows, with_zeros
 from stepwell.sections.model import ModelConfig
+
+ACTIVE_MULTIPLE = 64  # of the rows after attention, where only some are wanted
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -252,7 +255,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else None
 
     def forward(self, x_ND: Tensor, context: Context, active_M: Tensor | None = None) -> Tensor:
-        """active_M: the tokens whose output is wanted (never with tp); None: all."""
+        """active_M: the tokens whose output is wanted (never with tp); None: all. Rows of no token
+        may follow theirs (`row_padding`)."""
         x_ND = all_gather(x_ND, context.tp)
         q_NHE, k_NKE, v_NKE = (
             w(x_ND, context.keys_N).unflatten(-1, (-1, self.head_dim))
@@ -265,8 +269,9 @@ class Attention(nn.Module):
         out_NHE = self._attend(q_NHE, k_NKE, v_NKE, context, firsts)
         out_NX, keys_N = out_NHE.flatten(1), context.keys_N
         if active_M is not None:
-            out_NX = take_rows(out_NX, active_M)
-            keys_N = None if keys_N is None else keys_N[active_M]
+            missing = missing_rows(len(active_M), x_ND.dtype, x_ND.device, ACTIVE_MULTIPLE)
+            out_NX = with_zeros(take_rows(out_NX, active_M), missing)
+            keys_N = None if keys_N is None else with_zeros(keys_N[active_M], missing)
         return reduce_scatter(self.wo(out_NX, keys_N), context.tp)
 
     def _attend(

@@ -21,9 +21,11 @@ from torch.nn import functional as F
 from stepwell.models.attention import attend
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.layers import rms_norm, rope_angles, rope_frequencies, upcast
+from stepwell.models.row_padding import missing_rows, with_zeros
 from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
+PROMPT_MULTIPLE = 16  # of the rows of a prompt, in 16 bits on a CPU (`row_padding`)
 BUCKET = 32  # attended cache lengths are multiples of this: few shapes, whole vectors
 
 
@@ -151,7 +153,11 @@ def prefill(weights: DecodeWeights, rope: Tensor, tokens_T: Tensor) -> tuple[Ten
 
     rope: `weights.rope(length)` with length >= T.
     """
-    cfg, T = weights.cfg, tokens_T.shape[0]
+    cfg, num_tokens = weights.cfg, tokens_T.shape[0]
+    missing = missing_rows(num_tokens, weights.dtype, weights.device, PROMPT_MULTIPLE)
+    # No token sees what comes after it.
+    tokens_T = with_zeros(tokens_T, min(missing, rope.shape[0] - num_tokens))
+    T = tokens_T.shape[0]
     borders = torch.tensor([0, T], dtype=torch.int32, device=tokens_T.device)
     shape = (cfg.num_layers, T, 2, cfg.num_kv_heads, cfg.head_dim)
     kv_LT = torch.empty(shape, dtype=weights.dtype, device=weights.device)
@@ -161,7 +167,7 @@ def prefill(weights: DecodeWeights, rope: Tensor, tokens_T: Tensor) -> tuple[Ten
         kv_T.copy_(fresh.unflatten(1, shape[2:]))
         out_THE = attend(q_THE, kv_T[:, 0], kv_T[:, 1], borders, cfg.sliding_window)
         x_TD = _finish(cfg, layer, x_TD, out_THE.flatten(1))
-    return kv_LT, _head(weights, x_TD[-1:])[0]
+    return kv_LT[:, :num_tokens], _head(weights, x_TD[num_tokens - 1 : num_tokens])[0]
 
 
 def decode_step(

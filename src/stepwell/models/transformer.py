@@ -37,6 +37,7 @@ from stepwell.models.layers import (
 from stepwell.models.logits import token_stats
 from stepwell.models.neftune import Noise, noisy
 from stepwell.models.recompute import checkpointed
+from stepwell.models.row_padding import with_zeros
 from stepwell.sections.model import ModelConfig
 
 
@@ -134,10 +135,13 @@ class Block(nn.Module):
     def _run(self, x_ND: Tensor, context: Context, active_M: Tensor | None) -> Tensor:
         mixed_ND = self.attn(self.attn_norm(x_ND, context.tp), context, active_M)
         if active_M is not None:
-            x_ND, keys_N = take_rows(x_ND, active_M), context.keys_N
-            context = context._replace(keys_N=None if keys_N is None else keys_N[active_M])
+            missing, keys_N = len(mixed_ND) - len(active_M), context.keys_N
+            x_ND = with_zeros(take_rows(x_ND, active_M), missing)
+            keys_N = None if keys_N is None else with_zeros(keys_N[active_M], missing)
+            context = context._replace(keys_N=keys_N)
         x_ND = x_ND + mixed_ND
-        return x_ND + self.mlp(self.mlp_norm(x_ND, context.tp), context)
+        x_ND = x_ND + self.mlp(self.mlp_norm(x_ND, context.tp), context)
+        return x_ND if active_M is None else x_ND[: len(active_M)]
 
 
 class Decoder(nn.Module):

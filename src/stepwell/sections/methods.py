@@ -385,7 +385,6 @@ class GRPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> GRPO:
         check_budget(self)
-        check_no_reference(self)
         if not self.dynamic_sampling:
             check_idle(self, ["max_refills"], "without method.dynamic_sampling")
         if 0 < self.dual_clip <= 1:
@@ -407,6 +406,7 @@ class GRPO(SampledMethod):
                 f"method.overlong_cache={self.overlong_cache} exceeds method.max_new_tokens="
                 f"{self.max_new_tokens}; the nearest legal value is {self.max_new_tokens}"
             )
+        check_no_reference(self)
         return self
 
 
@@ -451,7 +451,6 @@ class PPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> PPO:
         check_budget(self)
-        check_no_reference(self)
         if self.kl_controller == "fixed":
             check_idle(self, ("kl_target", "kl_horizon"), "with method.kl_controller='fixed'")
         if self.over_budget == "raise" and self.kl_controller == "adaptive":
@@ -485,6 +484,7 @@ class PPO(SampledMethod):
                 f"method.truncation_penalty={self.truncation_penalty:g} does not go with "
                 "method.truncated='bootstrap', where the critic says what is to come; leave it out"
             )
+        check_no_reference(self)
         return self
 
 
