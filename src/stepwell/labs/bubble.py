@@ -49,7 +49,7 @@ CASES: tuple[Case, ...] = (
 )
 SMALL: tuple[Case, ...] = (("1f1b", 2, 4, 1), ("interleaved-1f1b", 2, 4, 2), ("zbv", 2, 4, 2))
 UNIT_S = 0.12  # a rank's forward pass of one micro-batch; its backward pass takes twice as long
-REPEATS = 5  # steps, of which the fastest counts: what else runs on the machine only adds
+REPEATS = 4  # steps, of which the fastest counts: what else runs on the machine only adds
 BUBBLE_WITHIN, STEP_WITHIN = 0.03, 0.05
 
 
@@ -136,7 +136,7 @@ def compare(case: Case, costs: Costs, measured: Timeline, uneven: bool) -> dict[
 def measured_timelines(p: int, asked: Sequence[tuple[Case, Costs]]) -> list[Timeline]:
     """Of each case the fastest of a few steps on p real ranks, from its first action to its
     last."""
-    ranks = run_ranks(_all_cases, p, list(asked), timeout_s=300.0)
+    ranks = run_ranks(_all_cases, p, list(asked), timeout_s=1200.0)
     found = []
     for i, ((_, _, _, v), _) in enumerate(asked):
         steps = [_joined([rank[i][step] for rank in ranks], p * v) for step in range(REPEATS)]
