@@ -189,14 +189,13 @@ def dry_run(
     """One step of `run` on `world` ranks, with full rows and a loss on every token.
 
     pp_ranks: which ranks of the pipeline (by default one of each kind). loss: by default the next
-    token's cross-entropy. num_micro_batches: instead of the run's own. layout.compile and
-    layout.deterministic are left out.
+    token's cross-entropy. num_micro_batches: instead of the run's own. layout.compile,
+    layout.deterministic and the adapters that lora.init names are left out.
 
     Raises ConfigError for an impossible layout and TrainingError among real ranks.
     """
     axes = axis_sizes(run.layout, world)
-    layout = run.layout.model_copy(update={"compile": False, "deterministic": False})
-    run = run.model_copy(update={"layout": layout})
+    run = _plain(run)
     chosen = distinct_ranks(run) if pp_ranks is None else list(pp_ranks)
     for pp_rank in chosen:
         if not 0 <= pp_rank < axes.pp:
@@ -217,6 +216,12 @@ def dry_run(
             batch = full_rows(run, m * run.train.micro_batch_rows)
             found.append(count_step(run, mesh, batch, loss))
     return DryRun(world, m, sorted(found, key=lambda rank: rank.pp_rank))
+
+
+def _plain(run: Run) -> Run:
+    layout = run.layout.model_copy(update={"compile": False, "deterministic": False})
+    lora = run.lora.model_copy(update={"init": None})
+    return run.model_copy(update={"layout": layout, "lora": lora})
 
 
 def rows_of_rank(run: Run, axes: Any) -> int:

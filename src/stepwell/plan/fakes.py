@@ -56,8 +56,8 @@ _READ = torch.ops.aten._local_scalar_dense.default
 def fake_ranks(
     layout: LayoutConfig, world: int, rank: int, gpus_per_node: int = 8
 ) -> Iterator[Mesh]:
-    """The mesh of one of `world` ranks, while the others only answer. Whatever torch keeps for a
-    whole process is afterwards as it was.
+    """The mesh of one of `world` ranks, while the others only answer; a single one needs no group.
+    Whatever torch keeps for a whole process is afterwards as it was.
 
     Raises TrainingError where this process is among real ranks.
     """
@@ -69,6 +69,9 @@ def fake_ranks(
     sizes, local = axis_sizes(layout, world), min(world, gpus_per_node)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(local)}))
+        if world == 1:
+            yield Mesh(1, 0, 0, CPU)
+            return
         # Torch puts the rank before every line of an error.
         stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())

@@ -537,7 +537,7 @@ class Engine:
 
     def _draw_quantised(self) -> None:
         for name, layer in self._quantised_layers().items():
-            weight_MD = torch.empty(layer.out_features, layer.in_features)
+            weight_MD = torch.empty(layer.out_features, layer.in_features, device=self.mesh.device)
             normal_(weight_MD, self.run.train.seed, name, init_rule(self.run.model, name)[1])
             adapters.set_quantised(layer, name, weight_MD, self.run, self.mesh)
 
