@@ -153,7 +153,23 @@ def test_the_worst_pipeline_rank_is_among_those_tried(schedule):
                 continue
             every = max(footprint(known, rank).total for rank in range(p))
             assert footprint(known).total == every, (program, p)
-            assert len(ranks_to_try(known.layout)) <= 4 or p <= 4
+            assert len(ranks_to_try(LLAMA, known.layout)) <= 3
+            if p <= 8 and v == 1:
+                blocks = [3] * p
+                blocks[p // 2] = 40  # between those that are tried of an even split
+                layout = replace(known.layout, stage_blocks=tuple(blocks))
+                uneven = replace(known, layout=layout)
+                every = max(footprint(uneven, rank).total for rank in range(p))
+                assert footprint(uneven).total == every
+
+
+def test_ranks_of_unlike_blocks_are_all_tried():
+    experts = Experts(64, 4, 2048, num_dense_layers=24)
+    dims = replace(LLAMA, d_ff=1024, vocab_size=1024, experts=experts)
+    known = job(dims, pp=8, dp_shard=2, batch=64)
+    every = [footprint(known, rank).total for rank in range(8)]
+    assert max(range(8), key=lambda rank: every[rank]) == 6  # the first with experts
+    assert footprint(known).total == every[6]
 
 
 def test_stages_and_what_is_in_flight():

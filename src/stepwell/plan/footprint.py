@@ -63,7 +63,7 @@ def footprint(
     """Of the pipeline rank that needs the most, or of the one asked for."""
     dense = block_of(job.dims, job.layout)
     sparse = block_of(job.dims, job.layout, experts=True) if job.dims.experts else dense
-    ranks = ranks_to_try(job.layout) if pp_rank is None else (pp_rank,)
+    ranks = ranks_to_try(job.dims, job.layout) if pp_rank is None else (pp_rank,)
     found = [_of_rank(job, rank, dense, sparse, coefficients) for rank in ranks]
     return max(found, key=lambda footprint: footprint.total)
 

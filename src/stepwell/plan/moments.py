@@ -30,7 +30,8 @@ Items = dict[str, float]
 class Rank(NamedTuple):
     """What the moments of a pipeline rank's step are made of, in bytes. kept: by the stage at work,
     of one micro-batch. waiting: of other stages and micro-batches meanwhile. messages: the
-    pipeline's buffers. root: saved around the blocks. workspace: inside a block's backward pass."""
+    pipeline's buffers. root: saved around the blocks. workspace: inside a block's backward pass.
+    accumulates: over micro-batches. alone: without other ranks."""
 
     job: Job
     pieces: Pieces
@@ -43,6 +44,7 @@ class Rank(NamedTuple):
     root: float
     workspace: float
     accumulates: bool
+    alone: bool
 
 
 def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
@@ -62,6 +64,7 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
         root=_root(dims, layout, pieces),
         workspace=_workspace(dims, layout),
         accumulates=layout.num_micro_batches > 1,
+        alone=layout.num_gpus == 1,
     )
 
 
@@ -89,7 +92,7 @@ def _moments(rank: Rank) -> dict[str, Items]:
         moments["loss"] = _loss(rank)
     if rank.pieces.first:
         moments["embedding"] = _embedding(rank)
-    if rank.job.layout.num_gpus > 1 and not rank.state.always:
+    if not rank.alone and not rank.state.always:
         moments["reduction"] = _reduction(rank)
     return moments
 
@@ -180,7 +183,7 @@ def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
     if layout.release_gradients:
         return 0.0
     if rank.accumulates:
-        if layout.num_gpus > 1 and (layout.pp > 1 or not layout.reduce_every_micro_batch):
+        if not rank.alone and (layout.pp > 1 or not layout.reduce_every_micro_batch):
             blocks = rank.pieces.num_blocks * state.block_whole
             return master_bytes(layout) * (blocks + state.root_whole)
         between = state.gradients if layout.dp_replicate > 1 else 0.0
@@ -198,7 +201,7 @@ def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
     a = compute_bytes(layout)
     if state.always:
         return 0.0
-    if layout.num_gpus == 1:
+    if rank.alone:
         if a == master_bytes(layout) or freezes(layout):
             return 0.0
         cast = share_cast * n * state.block_gathered if layout.recompute == "none" else 0.0
@@ -260,7 +263,7 @@ def _loss(rank: Rank) -> Items:
 def _fresh(rank: Rank) -> int:
     """Size of a gradient's element as the backward pass makes it: of the weight that was used."""
     layout = rank.job.layout
-    return compute_bytes(layout) if layout.num_gpus > 1 else master_bytes(layout)
+    return master_bytes(layout) if rank.alone else compute_bytes(layout)
 
 
 def _head_gradient(rank: Rank) -> float:
@@ -276,10 +279,13 @@ def _num_blocks(rank: Rank) -> int:
 
 def _numbers(rank: Rank) -> list[int]:
     """The blocks of a stage that the backward pass may be at when the most is held: between the
-    second and the last but one it grows or shrinks evenly. The first comes first."""
-    n = _num_blocks(rank)
+    second and the last but one it grows or shrinks evenly, and shrinks where gradients are there
+    all the time. The first comes first."""
+    n, layout = _num_blocks(rank), rank.job.layout
     ends = {0, 1, n - 2, n - 1}
-    if rank.job.layout.recompute == "sqrt":
+    if rank.state.always or (layout.pp > 1 and rank.accumulates):
+        ends = {0, n - 1}
+    if layout.recompute == "sqrt":
         groups = num_groups(n)
         ends |= {n * g // groups - 1 for g in range(1, groups + 1)}
     return sorted(number for number in ends if 0 <= number < n)
@@ -296,7 +302,7 @@ def _backward(rank: Rank, number: int) -> Items:
     before = rank.kept.times(group.start / n)
     if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
         before = kept_before(block, group.start, n, layout)
-    adds_up = layout.num_gpus == 1 and rank.accumulates and not rank.job.dims.tied
+    adds_up = rank.alone and rank.accumulates and not rank.job.dims.tied
     head = 0.0 if adds_up else _head_gradient(rank)
     # Blocks that are computed again together are gathered one by one meanwhile.
     ahead = min(1, group.start) if len(group) == 1 else 0
@@ -322,17 +328,16 @@ def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:
     largest = dims.d_model * dims.d_ff / layout.tp
     if layout.adapters:
         largest = layout.adapters.rank * max(dims.d_model, dims.d_ff / layout.tp)
-    alone = layout.num_gpus == 1
     if layout.compiled:
         found = p * state.block_whole
     else:
-        found = largest * (a + (p if rank.accumulates and alone else 0))
-    if not alone and layout.pp == 1:
+        found = largest * (a + (p if rank.accumulates and rank.alone else 0))
+    if not rank.alone and layout.pp == 1:
         divided = layout.zero and layout.dp_shard * layout.cp > 1
         found += p * state.block_whole if divided and summing else 0.0
         found += a * state.block_gathered if ahead else 0.0
     if layout.release_gradients:
-        found += p * largest if alone else state.block_gradient
+        found += p * largest if rank.alone else state.block_gradient
     return found
 
 
@@ -344,7 +349,7 @@ def _embedding(rank: Rank) -> Items:
     a, at = compute_bytes(layout), tokens_of(dims, layout)
     tied = dims.tied and state.head > 0
     fresh = 0.0 if state.always or freezes(layout) else _fresh(rank)
-    if layout.num_gpus > 1:
+    if not rank.alone:
         ends = state.embedding + (0.0 if tied else state.head)
         gradients, workspace = _gradients(rank, 1.0) + fresh * ends, 0.0
     else:

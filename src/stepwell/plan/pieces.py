@@ -11,19 +11,13 @@ from stepwell.plan.job import Arrangement, Dims
 
 class Pieces(NamedTuple):
     """stages: (blocks with an ordinary MLP, blocks of experts) of each stage of the rank, in the
-    model's order. first, last: whether it has the embedding, the head."""
+    model's order; dense, sparse: of all. first, last: whether it has the embedding, the head."""
 
     stages: tuple[tuple[int, int], ...]
     first: bool
     last: bool
-
-    @property
-    def dense(self) -> int:
-        return sum(dense for dense, _ in self.stages)
-
-    @property
-    def sparse(self) -> int:
-        return sum(sparse for _, sparse in self.stages)
+    dense: int
+    sparse: int
 
     @property
     def num_blocks(self) -> int:
@@ -73,14 +67,18 @@ def pieces_of_rank(dims: Dims, layout: Arrangement, pp_rank: int) -> Pieces:
         start = sum(counts[:stage])
         dense = min(max(ordinary - start, 0), counts[stage])
         split.append((dense, counts[stage] - dense))
-    return Pieces(tuple(split), stages[0] == 0, len(counts) - 1 in stages)
+    dense, sparse = (sum(kind) for kind in zip(*split, strict=True))
+    return Pieces(tuple(split), stages[0] == 0, len(counts) - 1 in stages, dense, sparse)
 
 
-def ranks_to_try(layout: Arrangement) -> tuple[int, ...]:
-    """The pipeline ranks that may need the most: the ends, and their neighbours, which have a block
-    more than the ends or wait for more than the last."""
-    p = layout.pp
-    return tuple(range(p)) if p <= 4 else (0, 1, p - 2, p - 1)
+def ranks_to_try(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
+    """The pipeline ranks that may need the most: the ends, and of the others the first, which has
+    as many blocks as any and waits for the most; all of them where somebody has split otherwise,
+    or blocks differ."""
+    p, unlike = layout.pp, dims.experts is not None and dims.experts.num_dense_layers > 0
+    if p <= 3 or unlike or layout.stage_blocks is not None:
+        return tuple(range(p))
+    return (0, 1, p - 1)
 
 
 def waiting_pairs(layout: Arrangement, pp_rank: int) -> int:
