@@ -172,6 +172,16 @@ def test_rows_without_an_answer_are_left_out_and_counted(world, method, capsys):
     assert any("'answer' is null or blank in 3 of 12 rows" in text for text in warnings)
 
 
+@pytest.mark.parametrize(("reward", "warns"), [("exact", True), ("model:rm", False)])
+def test_an_alarm_that_nothing_sets_off_is_told(world, reward, warns, capsys):
+    values = {"method.verifier": reward, "method.overopt": "stop"}
+    assert checked("grpo", **values) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert [text for text in warnings if "method.overopt='stop' changes nothing" in text] == (
+        warnings if warns else []
+    )
+
+
 def test_a_function_checks_what_the_command_does(world):
     """An environment that cannot be had ends online_dpo() before anything is built."""
     values = {**settings("grpo", "run"), "method.environment": "calculater"}

@@ -33,13 +33,19 @@ def check_rewards(run: Run, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> 
     built; what a user should know of these and of the reward models. Raises ConfigError for a
     source that cannot be opened, or that junk satisfies, for models that cannot be one reward, and
     DataError for prompts without a column that a source requires."""
-    from stepwell.posttrain.rewards.composite import check_models, open_rewards, reward_terms
+    from stepwell.posttrain.rewards.composite import (
+        check_models,
+        open_rewards,
+        reward_terms,
+        unwatched,
+    )
     from stepwell.posttrain.rewards.self_test import self_test
 
     method = run.method
     assert isinstance(method, SampledMethod)
-    found = check_models(method, tokenizer)
     terms = [t for t in reward_terms(method) if t.source.partition(":")[0] != "model"]
+    learnt = len(terms) < len(reward_terms(method))
+    found = [*check_models(method, tokenizer), *unwatched(method, learnt)]
     if not terms:
         return found
     with closing(open_rewards(method.model_copy(update={"rewards": tuple(terms)}))) as rewards:

@@ -180,6 +180,17 @@ def check_models(method: SampledMethod, tokenizer: Tokenizer | None = None) -> l
     return found
 
 
+def unwatched(method: SampledMethod, learnt: bool) -> list[str]:
+    """What is said of an alarm that nothing can set off. learnt: whether a model has learnt one of
+    the rewards."""
+    if learnt or method.overopt != "stop":
+        return []
+    return [
+        "method.overopt='stop' changes nothing: it watches rewards that a model has learnt (source "
+        "model:FOLDER), and none of these is"
+    ]
+
+
 def open_rewards(
     method: SampledMethod,
     tokenizer: Tokenizer | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepwell.eval.grade import Prompt, Verdict
-from stepwell.posttrain.rewards.composite import Dimension, Rewards
+from stepwell.posttrain.rewards.composite import Dimension, Rewards, unwatched
 from stepwell.posttrain.verifiers.exact import same_text
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
@@ -108,7 +108,8 @@ def try_at_start(
     if session.extra is None and method.self_test:
         found = self_test(rewards, prompts, tokenizer, method.max_new_tokens)
     if session.extra is None:
-        found = [*found, *rewards.blanks(prompts)]
+        learnt = any(d.scorer.is_model for d in rewards.dimensions)
+        found = [*found, *rewards.blanks(prompts), *unwatched(method, learnt)]
     for text in found:
         session.log.event("reward_warning", text=text)
 
