@@ -31,6 +31,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "matmul_16": (0.9, 0.1),  # of the fastest product ever measured
     "matmul_8": (0.85, 0.15),
     "matmul_4": (0.75, 0.2),
+    "sustained": (0.95, 0.1),
     "attention": (0.6, 0.2),  # FlashAttention-2 on A100, 2307.08691; -3 on H100, 2407.08608
     "attention_older": (0.6, 0.2),  # 2407.08608: FlashAttention-2 on H100
     "attention_triton": (0.75, 0.2),

@@ -36,6 +36,8 @@ MEASURED_MATMUL: dict[str, tuple[float, float | None]] = {
 }
 # That rate as a share of the peak where nobody has measured it: the mean of those above.
 UNMEASURED = 0.75
+# Devices that the seconds of such a measurement don't heat to where a step runs.
+POWER_LIMITED = ("b200", "gb200", "b300")
 # 4-bit rate over the 8-bit one (vendor's datasheets; 3 on Blackwell Ultra).
 FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 
@@ -43,10 +45,10 @@ FOUR_BITS = {"b300": 3.0, "gb300": 3.0}
 @dataclass(frozen=True)
 class Coefficients:
     """matmul_*: share of the device's fastest measured product that the products of a block reach,
-    in 16, 8 and 4 bits. attention: of attention that keeps its scores on the chip, as a
-    share of the fastest 16-bit product, by kernels written for the device's generation; what is
-    left of that with kernels of an older one (attention_older) and with Triton's
-    (attention_triton).
+    in 16, 8 and 4 bits. sustained: of that product, what POWER_LIMITED devices keep up over a step.
+    attention: of attention that keeps its scores on the chip, as a share of the fastest 16-bit
+    product, by kernels written for the device's generation; what is left of that with kernels of an
+    older one (attention_older) and with Triton's (attention_triton).
     memory:
     share of the memory's bandwidth that operations reach which only move bytes. eager: bytes moved
     where these operations are not fused, over bytes where they are. scaleup, network: share of a
@@ -58,6 +60,7 @@ class Coefficients:
     matmul_16: float
     matmul_8: float
     matmul_4: float
+    sustained: float
     attention: float
     attention_older: float
     attention_triton: float
@@ -78,20 +81,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.912,
-    matmul_8=0.932,
-    matmul_4=0.667,
-    attention=0.545,
-    attention_older=0.524,
-    attention_triton=0.754,
-    memory=0.812,
+    matmul_16=0.909,
+    matmul_8=0.946,
+    matmul_4=0.714,
+    sustained=0.854,
+    attention=0.557,
+    attention_older=0.52,
+    attention_triton=0.741,
+    memory=0.814,
     eager=2.04,
-    scaleup=0.644,
-    network=0.781,
-    hop_s=2.6e-05,
+    scaleup=0.642,
+    network=0.757,
+    hop_s=2.61e-05,
     launch_s=2.73e-05,
-    contention=0.737,
-    straggling=0.00288,
+    contention=0.691,
+    straggling=0.00321,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.

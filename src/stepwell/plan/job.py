@@ -41,7 +41,8 @@ class Experts:
 @dataclass(frozen=True)
 class Dims:
     """learned_positions: rows of a table of positions, 0 with RoPE. biases: parameters a layer
-    beside its matrices and norms."""
+    beside its matrices and norms. score_dim: width of a head in attention itself, where that is not
+    head_dim (latent attention; the mean of keys' and values')."""
 
     name: str
     num_layers: int
@@ -57,6 +58,11 @@ class Dims:
     biases: int = 0
     experts: Experts | None = None
     qk_norm: bool = False
+    score_dim: int | None = None
+
+    @property
+    def score_width(self) -> int:
+        return self.num_heads * (self.score_dim or self.head_dim)
 
     @property
     def q_width(self) -> int:
@@ -122,14 +128,12 @@ class Arrangement:
     trained_share: of the parameters (adapters train few). state_precision: of masters and moments;
     gradient_precision: of gradients as they are summed; moment_precision: where it is not that of
     the masters. step_bytes: a parameter of a rank's part, that the optimiser holds only while it
-    steps. bucket_elements: gradients that are copied together to be summed. compiled_loss: with
-    `compiled`, whether the loss is, too.
-    partitioned_activations: tensor ranks divide what "full" keeps. imbalance: tokens of the busiest
-    rank's experts over the mean; 1 where a benchmark forces it.
-    loss_chunk_tokens: whose logits are there
-    at once, None: all. prefetch: blocks gathered ahead. stage_blocks: blocks of each pipeline
-    stage, None: even. recompute_modules: of a block, by Megatron's names, with "selective".
-    recompute_every: as remat.every.
+    steps. bucket_elements: gradients that are copied together to be summed. compiled_loss: the loss
+    is fused, too. partitioned_activations: tensor ranks divide what "full" keeps. imbalance: tokens
+    of the busiest rank's experts over the mean; 1 where a benchmark forces it. loss_chunk_tokens:
+    whose logits are there at once, None: all. prefetch: blocks gathered ahead. stage_blocks: of
+    each pipeline stage, None: even. recompute_modules: of a block, by Megatron's names, with
+    "selective". recompute_every: as remat.every.
     """
 
     seq_len: int

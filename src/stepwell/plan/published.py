@@ -8,6 +8,7 @@ kept with the reason; nothing is guessed that would decide the step time, except
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -34,6 +35,8 @@ ALIASES = {"blackwell-184gib": "gb200"}
 # that attention is a kernel written for the device.
 FUSED = r"\bcompile|JAX|XLA|TE[;+ ]|Megatron"
 NATIVE = r"JAX|XLA|TE[;+ ]|Megatron"
+# Mean width of keys (192) and values (128) of a head of latent attention (DeepSeek-V2, 2405.04434).
+LATENT_DIM = 160
 # Of adapters whose rank is not printed: 16 on every matrix of a 7B is .5 %.
 ADAPTER_SHARE = 0.005
 
@@ -223,22 +226,38 @@ def _dims(cells: dict[str, str]) -> Dims:
     )
     if kind == "gelu":
         dims = replace(dims, learned_positions=_count(cells, "seq_len"))
+    if "MLA" in cells.get("notes", ""):
+        dims = replace(dims, score_dim=LATENT_DIM)
     if cells.get("n_experts"):
-        experts = Experts(_count(cells, "n_experts"), _count(cells, "top_k"), d_ff)
-        dims = replace(dims, experts=experts)
-    return _by_size(dims, _optional(cells, "n_params_total"), _optional(cells, "n_params_active"))
+        return _with_experts(dims, cells)
+    return _tied_by_size(dims, _optional(cells, "n_params_total"))
 
 
-def _by_size(dims: Dims, total: float | None, active: float | None) -> Dims:
-    """Whether the head is tied, and how many experts see every token, follow from the sizes."""
-    if dims.experts and active:
-        one = dims.num_layers * dims.mlp_parameters(dims.experts.d_ff)
-        shared = max(0, round((active - dims.parameters(active=True)) / one))
-        dims = replace(dims, experts=replace(dims.experts, num_shared=min(shared, 4)))
-    if total:
-        tied = replace(dims, tied=True)
-        closer = abs(tied.parameters() - total) < abs(dims.parameters() - total)
-        dims = tied if closer else dims
+def _with_experts(dims: Dims, cells: dict[str, str]) -> Dims:
+    """Experts that see every token are in the notes, or follow from the active parameters. Dense
+    layers are as wide as the experts that a token meets."""
+    experts = Experts(_count(cells, "n_experts"), _count(cells, "top_k"), dims.d_ff)
+    notes = cells.get("notes", "")
+    shared = re.search(r"(\d+) shared expert", notes)
+    dense = re.search(r"(\d+) dense layer", notes)
+    dims = replace(dims, experts=experts)
+    active = _optional(cells, "n_params_active")
+    if shared:
+        experts = replace(experts, num_shared=int(shared.group(1)))
+    elif active:
+        one = dims.num_layers * dims.mlp_parameters(dims.d_ff)
+        missing = round((active - dims.parameters(active=True)) / one)
+        experts = replace(experts, num_shared=min(max(0, missing), 4))
+    if dense and int(dense.group(1)) < dims.num_layers:
+        experts = replace(experts, num_dense_layers=int(dense.group(1)))
+    return replace(dims, experts=experts, d_ff=dims.d_ff * (experts.top_k + experts.num_shared))
+
+
+def _tied_by_size(dims: Dims, total: float | None) -> Dims:
+    """Whether the head is the embedding follows from the number of parameters."""
+    tied = replace(dims, tied=True)
+    if total and abs(tied.parameters() - total) < abs(dims.parameters() - total):
+        return tied
     return dims
 
 
@@ -246,8 +265,9 @@ def _by_size(dims: Dims, total: float | None, active: float | None) -> Dims:
 
 
 def _job(cells: dict[str, str]) -> Job:
-    """Where a source prints nothing: the optimiser is sharded among data ranks (zero 1); nothing is
-    recomputed; sequence parallelism goes with tensor ranks."""
+    """Where a source prints nothing: the optimiser is sharded among data ranks (zero 1), a
+    micro-batch is `_usual_rows`, sequence parallelism goes with tensor ranks, recomputation is its
+    program's default (`plan/habits`)."""
     notes = cells.get("notes", "")
     dims, machines = _dims(cells), _cluster(cells)
     num_gpus = _count(cells, "n_gpus")
@@ -256,7 +276,8 @@ def _job(cells: dict[str, str]) -> Job:
         raise DataError(f"n_gpus={num_gpus} is no multiple of tp x pp x cp = {tp * pp * cp}")
     dp = num_gpus // (tp * pp * cp)
     zero, shard = _zero(cells, dp)
-    rows, batch = _count(cells, "micro_batch"), _count(cells, "global_batch_sequences")
+    batch = _count(cells, "global_batch_sequences")
+    rows = _count(cells, "micro_batch") if cells["micro_batch"] else _usual_rows(batch, dp, pp)
     if batch < rows * dp and batch % dp == 0:
         rows = batch // dp
     if batch % (rows * dp):
@@ -299,6 +320,12 @@ def _job(cells: dict[str, str]) -> Job:
     known = bool(cells["activation_checkpointing"])
     source = cells.get("source_key") or cells.get("source", "")
     return Job(dims, habits(layout, dims, source, notes, known), machines)
+
+
+def _usual_rows(batch: int, dp: int, pp: int) -> int:
+    """Of a micro-batch whose size is not printed: one in a pipeline, else up to four, as many as
+    divide a rank's share."""
+    return 1 if pp > 1 else math.gcd(4, max(1, batch // dp))
 
 
 def _zero(cells: dict[str, str], dp: int) -> tuple[int, int]:

@@ -10,7 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
-from stepwell.plan.coefficients import SHIPPED, Coefficients, fastest_matmul, generation, peak
+from stepwell.plan.coefficients import (
+    POWER_LIMITED,
+    SHIPPED,
+    Coefficients,
+    fastest_matmul,
+    generation,
+    peak,
+)
 from stepwell.plan.comms import Sent, collectives
 from stepwell.plan.flows import Flow, flows
 from stepwell.plan.job import Arrangement, Dims, Job
@@ -159,14 +166,15 @@ class Rates:
 
 def rates_of(job: Job, c: Coefficients) -> Rates:
     device, layout = job.cluster.accelerator, job.layout
+    sustained = c.sustained if device.name in POWER_LIMITED else 1.0
     if layout.precision == "fp32":
         sixteen = peak(device, 32) * c.matmul_16
     else:
-        sixteen = fastest_matmul(device, 16) * c.matmul_16
+        sixteen = fastest_matmul(device, 16) * c.matmul_16 * sustained
     low = sixteen
     if layout.precision == "fp8":
         bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
-        low = fastest_matmul(device, bits) * share
+        low = fastest_matmul(device, bits) * share * sustained
     flash = c.attention
     if layout.attention_kernel != "native" and generation(device) not in ("volta", "ampere"):
         flash *= c.attention_older
@@ -411,4 +419,4 @@ def flops_per_token(dims: Dims, seq_len: int) -> tuple[float, float]:
     if d.experts:
         one = d.mlp_parameters(d.experts.d_ff)
         blocks += d.num_expert_layers * one * (d.experts.top_k + d.experts.num_shared)
-    return 2.0 * (blocks + d.embedding_parameters), 2.0 * d.num_layers * d.q_width * seq_len
+    return 2.0 * (blocks + d.embedding_parameters), 2.0 * d.num_layers * d.score_width * seq_len

@@ -261,11 +261,12 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
     pairs = tokens * layout.seq_len
     if layout.flash:
         # A score's exponential costs as much as some products' elements.
-        narrow = (1 + EXPONENTIAL / dims.head_dim) / (1 + EXPONENTIAL / 128)
+        head_dim = dims.score_dim or dims.head_dim
+        narrow = (1 + EXPONENTIAL / head_dim) / (1 + EXPONENTIAL / 128)
         # Rings of context ranks attend to halves of a rank's keys at a time.
         length = layout.seq_len / (1 if layout.cp == 1 else 2 * layout.cp)
         short = 1 + SHORT_SEQUENCE / length
-        return 2.0 * pairs * dims.q_width / layout.tp * narrow * short, (), 0.0
+        return 2.0 * pairs * dims.score_width / layout.tp * narrow * short, (), 0.0
     heads = layout.micro_batch_rows * dims.num_heads / layout.tp
     own, s, e = layout.seq_len // layout.cp, layout.seq_len, dims.head_dim
     queries_keys = (
