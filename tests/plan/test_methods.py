@@ -78,7 +78,12 @@ def test_four_equal_models_of_70b_do_not_fit_on_eight(ppo_70b):
     assert asked.models["reference"].total == pytest.approx(17.6e9, rel=0.01)
     assert asked.models["reward"].total == pytest.approx(139e9, rel=0.01)  # whole, without a head
     assert ppo_70b.fewest_gpus is None  # what is whole on each GPU stays so
+    # 30 bytes a parameter at once (the gradients of one model at a time), 2,117 GB and
+    # activations, and four GPUs that serve
+    assert ppo_70b.fewest_served is not None
+    assert 32 <= ppo_70b.fewest_served <= 64
     text = "\n".join(ppo_70b.lines())
+    assert f"it would fit from {ppo_70b.fewest_served} GPUs on" in text
     assert "36 bytes a parameter, 2,540 GB" in text
     assert "it does not fit" in text
     assert "more GPUs do not help: the sampler's copy of the weights (141 GB)" in text

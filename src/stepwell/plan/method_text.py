@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from stepwell.plan.methods import Evaluated, MethodPlan
+from stepwell.plan.methods import NO_COPY, Evaluated, MethodPlan
 
 GB = 1e9
 NAMES = {
@@ -68,6 +68,9 @@ def _verdict(plan: MethodPlan) -> list[str]:
         said.append(f"from {plan.fewest_gpus} GPUs on it would")
     else:
         said.append(f"more GPUs do not help: {_undivided(asked)} on each of them")
+        if plan.fewest_served is not None:
+            enough = f"it would fit from {plan.fewest_served} GPUs on"
+            said.append(f"with servers for {_served(asked)} {enough}, but {NO_COPY}")
     if plan.nearest is None:
         said.append("nothing that the engine knows fits on these GPUs")
     return said
@@ -83,6 +86,10 @@ def _undivided(asked: Evaluated) -> str:
     if asked.placement.adapters == "qlora":
         whole.append("the base in 4 bits")
     return " and ".join(whole) + (" are whole" if len(whole) > 1 else " is whole")
+
+
+def _served(asked: Evaluated) -> str:
+    return "sampling and scoring" if asked.placement.reward == "model" else "sampling"
 
 
 def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
@@ -152,6 +159,7 @@ def as_json(plan: MethodPlan) -> dict[str, Any]:
         "workload": asdict(plan.workload),
         "fits": plan.fits,
         "fewest_gpus": plan.fewest_gpus,
+        "fewest_served": plan.fewest_served,
         "asked": told(plan.asked),
         "nearest": told(plan.nearest),
         "others": [told(one) for one in plan.others],

@@ -122,8 +122,8 @@ class Evaluated:
 class MethodPlan:
     """asked: the method as it is usually drawn. nearest: what fits with the fewest changes, None if
     nothing does; others: more that fit, each faster than those before it. fewest_gpus: that `asked`
-    fits on, None: no number up to 16,384. elsewhere: the nearest that runs, on other GPUs, if none
-    does on these."""
+    fits on, None: no number up to 16,384; fewest_served: the same with servers for what would be
+    whole on every GPU. elsewhere: the nearest that runs, on other GPUs, if none does on these."""
 
     method: str
     name: str
@@ -136,6 +136,7 @@ class MethodPlan:
     nearest: Evaluated | None
     others: tuple[Evaluated, ...] = ()
     fewest_gpus: int | None = None
+    fewest_served: int | None = None
     elsewhere: Evaluated | None = None
 
     @property
@@ -210,6 +211,7 @@ def plan_method(
     first = evaluate(question, asked, asked, num_gpus)
     if first is None:
         raise ConfigError(f"{num_gpus} GPUs have no layout for {name or model.family}")
+    fewest = num_gpus if first.fits else _fewest_gpus(question, asked, num_gpus)
     fitting = _fitting(question, asked, num_gpus)
     runs = [found for found in fitting if not found.lacks]
     return MethodPlan(
@@ -223,7 +225,8 @@ def plan_method(
         asked=first,
         nearest=(runs or fitting or [None])[0],
         others=tuple(_faster(runs or fitting)),
-        fewest_gpus=num_gpus if first.fits else _fewest_gpus(question, asked, num_gpus),
+        fewest_gpus=fewest,
+        fewest_served=_fewest_served(question, asked, num_gpus) if fewest is None else None,
         elsewhere=None if runs else _elsewhere(question, asked, num_gpus),
     )
 
@@ -267,6 +270,14 @@ def _fewest_gpus(question: Question, asked: Placement, above: int) -> int | None
         found = evaluate(question, asked, asked, middle)
         low, high = (low, middle) if found is not None and found.fits else (middle, high)
     return high
+
+
+def _fewest_served(question: Question, asked: Placement, above: int) -> int | None:
+    """With GPUs of their own for sampling and for a reward model."""
+    if asked.sampler == "none":
+        return None
+    reward = "served" if asked.reward == "model" else asked.reward
+    return _fewest_gpus(question, replace(asked, sampler="server", reward=reward), above)
 
 
 def _elsewhere(question: Question, asked: Placement, num_gpus: int) -> Evaluated | None:
