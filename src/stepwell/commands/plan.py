@@ -90,7 +90,7 @@ def _model(asked: Asked, subject: Subject) -> int:
     machines, num_gpus = cluster_of(asked), gpus_of(asked)
     seq_len = asked.get("seq-len", USUAL_SEQ_LEN)
     tokens = asked.get("global-batch-tokens", max(USUAL_BATCH_TOKENS, seq_len))
-    prices = Prices(subject.dims, machines)
+    prices = Prices(subject.dims, machines, subject.config)
     ranking = search(
         subject.dims, machines, num_gpus, seq_len, tokens, asked.pins, subject.config, prices=prices
     )
@@ -166,7 +166,7 @@ def _recipe(asked: Asked) -> int:
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
     job = job_of(run, world, machines, run.name)
-    prices = Prices(job.dims, machines)
+    prices = Prices(job.dims, machines, run.model)
     task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, run, world)
@@ -269,7 +269,7 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
     does not have."""
     if subject.config is None:
         raise ConfigError(f"--write: the engine does not have {subject.missing} yet")
-    as_run(best, subject.config, exact=False)
+    as_run(best, subject.config)
     values = values_of(subject.config, best.layout, path.stem)
     head = (
         f"# {best.layout.num_gpus} x {best.job.cluster.name}, planned: {best.step_s:.2f} s a step, "

@@ -144,7 +144,7 @@ def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> I
     for asked in _questions(task, best.layout):
         found = []
         for label, changes, pins in asked.others:
-            alone = changed(prices, task, best.layout, changes)
+            alone = _exactly(changed(prices, task, best.layout, changes), prices, best)
             searched = deep and not fixed(task.pins, pins)
             limit = WORTH_TELLING * best.step_s
             other = _best_with(prices, task, pins, limit) if searched else None
@@ -152,6 +152,17 @@ def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> I
         told = [_told(alternative, best) for alternative in found]
         text = " ".join([asked.lead, *told]).strip()
         yield Reason(asked.axis, asked.question, asked.value, text, tuple(found))
+
+
+def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:
+    """What seems to fit, and would be faster, is asked of the engine's own ledger."""
+    if not alone.works or alone.step_s >= best.step_s:
+        return alone
+    assert alone.layout is not None
+    exact = prices.as_run(alone.layout)
+    if isinstance(exact, str):
+        return replace(alone, broken=exact)
+    return replace(alone, peak_bytes=exact.peak_bytes, fits=exact.headroom_bytes >= 0)
 
 
 def fixed(pins: Pins, wanted: dict[str, Any]) -> bool:
@@ -396,7 +407,8 @@ def reliefs(prices: Prices, task: Task, best: Candidate) -> Iterator[Relief]:
         ("scale-up links", "scaleup_bytes_per_s"),
     ):
         free = replace(cluster, **{key: 1e6 * getattr(cluster, key)})
-        yield Relief(name, predict_step(replace(job, cluster=free)).total_s)
+        # A network beyond the scale-up links only moves the border to those.
+        yield Relief(name, min(best.step_s, predict_step(replace(job, cluster=free)).total_s))
     for name, part in (("bubble", "bubble"), ("recomputation", "recomputation")):
         yield Relief(name, best.step_s - best.step.parts.get(part, 0.0))
 

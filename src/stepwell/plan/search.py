@@ -44,8 +44,7 @@ from stepwell.types import ConfigError
 
 SLACK = 1.1
 HOST_BYTES_A_GPU = 256 * 2**30  # of a machine that does not say: 2 TiB beside 8, as is usual
-NUM_CHECKED = 24  # of the best, whose runs are put before the engine's rules
-NUM_EXACT = 3  # of those, whose memory is taken from the exact ledger
+NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger
 # Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
 OF_DATA_RANKS = ("exposed data", "exposed offload", "contention", "optimizer", "straggling")
 # Parts that each micro-batch brings, whatever the pipeline.
@@ -159,11 +158,13 @@ def counts_text(refused: Refused) -> str:
 
 
 class Prices:
-    """Time and memory of layouts of one model on one cluster, each asked for once."""
+    """Time and memory of layouts of one model on one cluster, each asked for once. config: the
+    engine's model, if it has it."""
 
-    def __init__(self, dims: Dims, cluster: Cluster):
-        self.dims, self.cluster = dims, cluster
+    def __init__(self, dims: Dims, cluster: Cluster, config: ModelConfig | None = None):
+        self.dims, self.cluster, self.config = dims, cluster, config
         self.micro_batch = lru_cache(maxsize=None)(self._micro_batch)
+        self.as_run = lru_cache(maxsize=None)(self._as_run)
         self.time = lru_cache(maxsize=None)(self._time)
         self.bound = lru_cache(maxsize=None)(self._bound)
         self.memory = lru_cache(maxsize=None)(self._memory)
@@ -200,13 +201,23 @@ class Prices:
     def on(self, cluster: Cluster) -> Prices:
         """Of the same model on machines of the same sizes, with other rates or more memory; what
         does not depend on that is shared."""
-        other, now = Prices(self.dims, cluster), self.cluster
+        other, now = Prices(self.dims, cluster, self.config), self.cluster
         other.memory = self.memory
         memory_bytes = now.accelerator.memory_bytes
         same = replace(cluster.accelerator, memory_bytes=memory_bytes)
         if replace(cluster, accelerator=same) == now:
             other.time, other.bound, other.micro_batch = self.time, self.bound, self.micro_batch
         return other
+
+    def _as_run(self, layout: Arrangement) -> Candidate | str:
+        """With the engine's exact ledger; in words, what the engine's rules have against it."""
+        found = self.candidate(layout)
+        if self.config is None:
+            return found
+        try:
+            return as_run(found, self.config)
+        except ConfigError as refusal:
+            return str(refusal)
 
     def candidate(self, layout: Arrangement) -> Candidate:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
@@ -222,12 +233,14 @@ class _Open:
     refused: Refused = field(default_factory=Counter)
     num_meshes: int = 0
     num_layouts: int = 0
+    num_timed: int = 0
     leanest: Arrangement | None = None
     least_bytes: float = math.inf
     found: dict[Arrangement, float] = field(default_factory=dict)
     best_s: float = math.inf
     counts: dict[tuple[int, ...], int] = field(default_factory=dict)
     crowded: dict[tuple[int, ...], tuple[float, int]] = field(default_factory=dict)
+    complaints: list[str] = field(default_factory=list)
 
     def count(self, family: Arrangement) -> int:
         """Its data parallel layouts."""
@@ -254,6 +267,18 @@ class _Open:
                 crowded_at = micro
             self.crowded[key] = crowded_at, fits_at
         return micro >= crowded_at
+
+    def runs(self, layout: Arrangement) -> bool:
+        """Whether the engine has nothing against it, and room by its exact ledger."""
+        found = self.prices.as_run(layout)
+        if isinstance(found, str):
+            self.refused["engine"] += 1
+            self.complaints.append(found)
+            return False
+        if found.headroom_bytes < self.task.pins.headroom_bytes:
+            self.refused["exact memory"] += 1
+            return False
+        return True
 
     def fits(self, layout: Arrangement) -> bool:
         held = self.prices.memory(layout).total
@@ -286,7 +311,7 @@ def search(
     rows = round(global_batch_tokens / seq_len)
     task = Task(dims, cluster, num_gpus, seq_len, rows, pins or Pins())
     check_task(task)
-    begin, prices = time.perf_counter(), prices or Prices(dims, cluster)
+    begin, prices = time.perf_counter(), prices or Prices(dims, cluster, config)
     opened = _search(task, prices, slack, at_most_s)
     offload: tuple[str, ...] = ()
     nothing = not opened.found and opened.leanest is not None
@@ -299,7 +324,7 @@ def search(
                 break
         else:
             offload = ()
-    found, complaints = _checked(opened, config, slack)
+    found = _checked(opened, slack)
     closest = None
     if not found and opened.leanest is not None:
         closest = prices.candidate(opened.leanest)
@@ -310,11 +335,11 @@ def search(
         refused=opened.refused,
         num_meshes=opened.num_meshes,
         num_layouts=opened.num_layouts,
-        num_timed=len(opened.found),
+        num_timed=opened.num_timed,
         seconds=time.perf_counter() - begin,
         closest=closest,
         offload=offload,
-        complaints=tuple(complaints),
+        complaints=tuple(dict.fromkeys(opened.complaints)),
     )
 
 
@@ -396,8 +421,10 @@ def _open(opened: _Open, family: Arrangement) -> None:
             opened.refused["more recomputation"] += 1
         else:
             seconds = prices.time(layout).total_s
-            opened.found[layout] = seconds
-            opened.best_s = min(opened.best_s, seconds)
+            opened.num_timed += 1
+            if seconds >= opened.best_s or opened.runs(layout):
+                opened.found[layout] = seconds
+                opened.best_s = min(opened.best_s, seconds)
 
 
 def with_less_recomputation(task: Task, layout: Arrangement) -> list[Arrangement]:
@@ -413,9 +440,7 @@ def with_less_recomputation(task: Task, layout: Arrangement) -> list[Arrangement
 # --- the best of them ------------------------------------------------------------------------
 
 
-def _checked(
-    opened: _Open, config: ModelConfig | None, slack: float
-) -> tuple[tuple[Candidate, ...], list[str]]:
+def _checked(opened: _Open, slack: float) -> tuple[Candidate, ...]:
     """Ranked; the first ones as the engine sees them."""
     limit = slack * opened.best_s
     ranked = sorted(
@@ -423,31 +448,24 @@ def _checked(
         key=lambda layout: (round(opened.found[layout], 6), complexity(layout)),
     )
     found: list[Candidate] = []
-    complaints: list[str] = []
-    missing = "" if config else "the engine has no such model yet"
+    missing = "" if opened.prices.config else "the engine has no such model yet"
     for layout in ranked:
-        candidate = replace(opened.prices.candidate(layout), not_in_engine=missing)
-        if config is not None and len(found) < NUM_CHECKED:
-            try:
-                candidate = as_run(candidate, config, exact=len(found) < NUM_EXACT)
-            except ConfigError as refusal:
-                opened.refused["engine"] += 1
-                complaints.append(str(refusal))
+        candidate = opened.prices.candidate(layout)
+        if len(found) < NUM_CHECKED:
+            if not opened.runs(layout):
                 continue
-            if candidate.headroom_bytes < opened.task.pins.headroom_bytes:
-                opened.refused["memory"] += 1
-                continue
-        found.append(candidate)
-    return tuple(found), complaints
+            exact = opened.prices.as_run(layout)
+            assert not isinstance(exact, str)
+            candidate = exact
+        found.append(replace(candidate, not_in_engine=missing))
+    return tuple(found)
 
 
-def as_run(candidate: Candidate, config: ModelConfig, exact: bool = True) -> Candidate:
+def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
     """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
     have against it."""
     run = run_of(config, candidate.layout)
     check_run(run, candidate.layout.num_gpus)
-    if not exact:
-        return candidate
     return replace(candidate, exact=predict_memory(run, candidate.layout.num_gpus))
 
 

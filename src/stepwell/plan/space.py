@@ -52,6 +52,7 @@ REASONS = {
     "experts": "expert ranks must divide the experts and the ranks of a stage",
     "wide micro-batch": f"a micro-batch of more than {MOST_MICRO_BATCH_TOKENS:,} tokens a rank",
     "memory": "does not fit into the accelerator's memory",
+    "exact memory": "timed, but does not fit by the exact ledger of the engine",
     "too slow": "cannot be as fast as what was found, even if data parallel messages took no time",
     "more recomputation": "fits with less recomputation, which is faster",
     "engine": "refused by the engine's rules",
@@ -235,7 +236,9 @@ def body(
         recompute_every=every,
         compiled=pins.compiled and not halves,
         loss_chunk_tokens=CHUNK_TOKENS,
-        **{f"offload_{kind}": True for kind in pins.offload or ()},
+        offload_optimizer="optimizer" in (pins.offload or ()),
+        offload_parameters="parameters" in (pins.offload or ()),
+        offload_activations="activations" in (pins.offload or ()),
     )
 
 
@@ -346,14 +349,16 @@ def check_task(task: Task) -> None:
     for axis in ("tp", "cp", "pp", "dp_replicate", "dp_shard"):
         size = getattr(pins, axis)
         if size is not None and gpus % size:
-            near = min(divisors(gpus), key=lambda d: abs(d - size))
+            legal = [d for d in divisors(gpus) if axis != "tp" or not tensor_problem(task, d)]
+            near = min(legal, key=lambda d, size=size: abs(d - size))
             raise ConfigError(
                 f"--{axis.replace('_', '-')} {size} must divide --gpus {gpus}; the nearest legal "
                 f"value is {near}"
             )
-    if pins.tp is not None and (broken := tensor_problem(task, pins.tp)):
+    asked = pins.tp or 1
+    if broken := tensor_problem(task, asked):
         legal = [tp for tp in divisors(gpus) if not tensor_problem(task, tp)]
-        near = min(legal, key=lambda tp: abs(tp - pins.tp))
+        near = min(legal, key=lambda tp: abs(tp - asked))
         dims = task.dims
         raise ConfigError(
             f"--tp {pins.tp}: {REASONS[broken]} (heads {dims.num_heads}, key/value heads "

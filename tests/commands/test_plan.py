@@ -1,0 +1,207 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stepwell.cli import main
+from stepwell.commands.plan_options import (
+    BINARY,
+    DECIMAL,
+    GROUPS,
+    OPTIONS,
+    help_text,
+    measured,
+    number,
+    parse,
+)
+from stepwell.config import Run
+from stepwell.parallel.rules import check_run
+from stepwell.presets import preset
+from stepwell.types import ConfigError
+
+SMALL = ["--model", "llama3-8b", "--gpus", "8", "--seq-len", "4k", "--global-batch-tokens", "64k"]
+
+
+def run(capsys, *words):
+    code = main(["plan", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_numbers_with_units():
+    assert number("--x", "8k", BINARY) == 8192
+    assert number("--x", "16M", BINARY) == 16 * 2**20
+    assert number("--x", "1.5k", BINARY) == 1536
+    assert number("--x", "4e6", BINARY) == 4_000_000
+    assert number("--x", "1_000", BINARY) == number("--x", "1,000", BINARY) == 1000
+    assert number("--x", "15T", DECIMAL) == 15 * 10**12
+    for text, said in (("8q", "units: k, m, g, b"), ("", "no number"), ("1.0001", "nearest is 1"),
+                       ("0", "nearest is 1"), ("-3", "no number")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            number("--x", text, BINARY)
+    assert measured("mfu=35%") == {"mfu": 0.35}
+    for text in ("mfu", "mfu=fast"):
+        with pytest.raises(ConfigError, match="KEY=NUMBER"):
+            measured(text)
+
+
+def test_options_become_pins():
+    words = ["--tp=8", "--zero", "3", "--max-pp", "4", "--micro-batch", "2", "--offload", "none"]
+    asked = parse([*words, "--headroom", "1.5", "--model.num_layers", "3"])
+    pins = asked.pins
+    assert (pins.tp, pins.zero, pins.max_pp, pins.micro_batch_rows) == (8, 3, 4, 2)
+    assert pins.offload == ()
+    assert pins.headroom_bytes == 1.5 * 2**30
+    assert asked.overrides == {"model.num_layers": "3"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpuss", "8"], "did you mean '--gpus'"),
+        (["--gpus"], "--gpus needs a value"),
+        (["--gpus", "8", "--gpus", "9"], "given twice"),
+        (["--json=1"], "takes no value"),
+        (["--zero", "4"], "must be one of 0, 1, 2, 3"),
+        (["--offload", "optimiser"], "did you mean 'optimizer'"),
+        (["a", "b"], "two recipes"),
+        (["--headroom", "x"], "number of GiB"),
+        (["--headroom", "-1"], "nearest legal value is 0"),
+    ],
+)
+def test_a_wrong_command_line_is_named(words, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --model"),
+        (["--model", "llama3-8b"], "give --gpus"),
+        (["--model", "llama3-8b", "x.toml"], "not both"),
+        (["--model", "llama3-8b", "--gpus", "8", "--train.steps", "3"], "belongs to a recipe"),
+        (["llama3-8b-pretrain", "--tp", "8"], "set its keys instead"),
+        (["llama3-8b-pretrain", "--gpus", "63"], "dp_shard"),
+        (["--model", "llama3-8b", "--gpus", "8", "--gpu", "h100-sx"], "did you mean 'h100-sxm"),
+        (["--model", "mixtral-8x7b", "--gpus", "8", "--method", "dpo"], "does not have mixture"),
+    ],
+)
+def test_what_cannot_be_planned_exits_2(capsys, words, said):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_help_names_every_option():
+    text = help_text()
+    for name in OPTIONS:
+        assert f"--{name}" in text
+    assert "llama3-405b" in text
+    assert max(map(len, text.splitlines())) <= 300
+    assert all(option.help for group in GROUPS.values() for option in group)
+
+
+def test_a_model_is_searched_and_explained(capsys, tmp_path):
+    recipe, page = tmp_path / "planned.toml", tmp_path / "plan.html"
+    words = [*SMALL, "--quick", "--max-cp", "1", "--tokens", "1T"]
+    code, out, _ = run(capsys, *words, "--write", str(recipe), "--html", str(page))
+    assert code == 0
+    for part in ("fits", "Why", "What binds", "Where the time goes", "What a GPU holds",
+                 "What a GPU sends", "Not taken", "GPU-hours"):  # fmt: skip
+        assert part in out
+    planned = Run.load(recipe)
+    assert planned.model.d_ff == preset("llama3-8b").d_ff
+    check_run(planned, 8)
+    assert "</html>" in page.read_text("utf-8")
+    assert main(["pretrain", str(recipe), "--check"]) == 0
+    capsys.readouterr()
+
+
+def test_json_holds_the_layout(capsys):
+    code, out, _ = run(capsys, *SMALL, "--quick", "--max-cp", "1", "--json", "--zero", "3")
+    assert code == 0
+    found = json.loads(out)
+    assert found["fits"]
+    assert found["layout"]["zero"] == 3
+    assert found["pins"] == {"zero": 3, "max_cp": 1}
+    assert found["memory/peak_bytes"] > 0
+    assert found["time/step_s"] > 0
+
+
+def test_what_does_not_fit_exits_1_and_says_from_where_on(capsys):
+    words = ["--model", "llama3-405b", "--gpus", "8", "--offload", "none", "--quick"]
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (1, "")
+    assert "needs" in err
+    assert "--gpus 128" in err or "--gpus 64" in err
+    code, out, _ = run(capsys, *words, "--json")
+    assert code == 1
+    assert json.loads(out)["fits"] is False
+
+
+def test_a_recipe_as_configured(capsys):
+    words = ["llama3-8b-pretrain", "--quick", "--measured", "mfu=0.2"]
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    for part in ("assumed: 64 GPUs", "Measured against predicted", "the network", "Knobs",
+                 "A machine's memory"):  # fmt: skip
+        assert part in out
+    code, out, _ = run(capsys, *words, "--json", "--train.micro_batch_rows", "16")
+    assert code == 1  # 16 rows of activations
+    assert json.loads(out)["fits"] is False
+
+
+def test_a_cluster_of_ones_own(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('gpu = "h100-sxm"\nname = "mine"\nnetwork_gbit_per_s = 100\nmemory_gib = 60\n')
+    code, out, _ = run(
+        capsys,
+        *SMALL,
+        "--quick",
+        "--max-cp",
+        "1",
+        "--max-pp",
+        "1",
+        "--cluster",
+        str(path),
+        "--json",
+    )
+    assert code == 0
+    found = json.loads(out)
+    assert found["cluster"]["name"] == "mine"
+    assert found["memory/peak_bytes"] < 60 * 2**30
+    code, _, err = run(capsys, *SMALL, "--cluster", str(path), "--gpu", "a100-80g")
+    assert code == 2
+    assert "leave --gpu out" in err
+
+
+def test_zero_table_and_methods(capsys):
+    code, out, _ = run(capsys, "--model", "llama3-70b", "--gpus", "8", "--zero-table")
+    assert code == 1
+    assert "ZeRO-3" in out
+    code, out, _ = run(capsys, "--model", "llama3-70b", "--gpus", "64", "--zero-table", "--json")
+    assert code == 0
+    assert len(json.loads(out)["rows"]) == 4
+    code, out, _ = run(capsys, "--model", "llama3-8b", "--gpus", "8", "--method", "qlora")
+    assert code == 0
+    assert "fits" in out
+
+
+def test_a_table_of_runs_is_scored(capsys, tmp_path):
+    code, _, err = run(capsys, "--validate", str(tmp_path / "none.csv"))
+    assert code == 3
+    assert "none.csv" in err
+
+
+def test_no_torch():
+    words = ["plan", *SMALL, "--quick", "--max-cp", "1", "--max-pp", "1", "--json"]
+    code = (
+        "import sys; from stepwell.cli import main\n"
+        f"for words in ({words!r}, ['plan', 'llama3-8b-pretrain', '--quick', '--json']):\n"
+        "    assert main(words) == 0\n"
+        "print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "False", done.stderr

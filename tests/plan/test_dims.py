@@ -1,0 +1,141 @@
+import json
+
+import pytest
+
+from stepwell.models.flops import count_parameters
+from stepwell.models.hf_config import config_to_hf
+from stepwell.plan.dims import PLANNED, dims_from_hf, find_model
+from stepwell.plan.job import dims_of
+from stepwell.presets import PRESETS, preset
+from stepwell.types import CheckpointError, ConfigError
+
+# Totals of the released checkpoints.
+PUBLISHED = {
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+}
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+QWEN = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_planned_models_have_the_published_number_of_parameters(name):
+    assert PLANNED[name].parameters() == PUBLISHED[name]
+    subject = find_model(name)
+    assert subject.config is None
+    assert "experts" in subject.missing
+
+
+def test_nominal_sizes():
+    assert round(PLANNED["gpt3-175b"].parameters() / 1e9) == 175
+    assert round(PLANNED["nemotron-4-340b"].parameters() / 1e9) == 341
+    assert round(PLANNED["qwen3-30b-a3b"].parameters(active=True) / 1e9, 1) == 3.4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_own_dimensions(name):
+    subject = find_model(name)
+    assert subject.config == preset(name)
+    assert subject.dims.parameters() == count_parameters(preset(name)).total
+    assert subject.missing == ""
+
+
+@pytest.mark.parametrize(("values", "name"), [(MIXTRAL, "mixtral-8x7b"), (QWEN, "qwen3-30b-a3b")])
+def test_mixtures_of_experts_from_their_config(values, name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = find_model(str(tmp_path)).dims
+    assert found.parameters() == PUBLISHED[name]
+    assert found.experts == PLANNED[name].experts
+
+
+def test_a_folder_of_a_model_that_the_engine_has(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(preset("llama3-8b"))))
+    for place in (tmp_path, tmp_path / "config.json"):
+        subject = find_model(str(place))
+        assert subject.config is not None
+        assert subject.dims.parameters() == 8_030_261_248
+
+
+def test_what_the_engine_refuses_can_still_be_planned(tmp_path):
+    values = config_to_hf(preset("llama3-8b")) | {"mlp_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    subject = find_model(str(tmp_path))
+    assert subject.config is None
+    assert "mlp_bias" in subject.missing
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    dims = dims_from_hf(gpt2 | {"vocab_size": 50257}, "gpt2", "x")
+    assert (dims.mlp, dims.d_ff, dims.tied, dims.learned_positions) == ("gelu", 3072, True, 1024)
+
+
+def test_dimensions_override():
+    subject = find_model("llama3-405b", {"model.num_layers": "124"})
+    assert subject.config is not None
+    assert subject.config.num_layers == 124
+    assert 395e9 < subject.dims.parameters() < 405e9
+    experts = {"model.num_experts": "8", "model.top_k": "2", "model.expert_d_ff": "14336"}
+    dims = find_model("llama3-8b", experts).dims
+    assert dims.parameters() == pytest.approx(8 * 5.64e9 + 2.39e9, rel=0.02)
+    assert find_model("mixtral-8x7b", {"model.num_layers": "16"}).dims.num_layers == 16
+    assert find_model(None, {"model.num_layers": "3"}).dims.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "dimensions", "said"),
+    [
+        ("llama3-8", {}, "did you mean 'llama3-8b'"),
+        ("llama3-8b", {"model.top_k": "2"}, "give --model.num_experts"),
+        ("mixtral-8x7b", {"model.top_k": "9"}, "the nearest is 8"),
+        ("mixtral-8x7b", {"model.top_k": "0"}, "must be positive"),
+        ("mixtral-8x7b", {"model.num_dense_layers": "32"}, "nearest legal value is 31"),
+        ("mixtral-8x7b", {"model.rope_theta": "1"}, "cannot be changed"),
+        ("mixtral-8x7b", {"model.num_kv_heads": "5"}, "must divide"),
+        ("llama3-8b", {"model.num_layer": "5"}, "did you mean 'model.num_layers'"),
+        ("llama3-8b", {"model.num_layers": "x"}, "whole number"),
+    ],
+)
+def test_mistakes_are_named(name, dimensions, said):
+    with pytest.raises(ConfigError, match=said):
+        find_model(name, dimensions)
+
+
+def test_broken_files_and_unknown_kinds(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="no JSON object"):
+        find_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="'mamba' cannot be planned"):
+        dims_from_hf({"model_type": "mamba"}, "m", "x")
+    with pytest.raises(ConfigError, match="lacks num_hidden_layers"):
+        dims_from_hf({k: v for k, v in MIXTRAL.items() if k != "num_hidden_layers"}, "m", "x")
+
+
+def test_dims_of_a_preset_name_themselves():
+    assert dims_of(preset("qwen3-8b"), "a").name == "a"
