@@ -190,8 +190,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = upcast(x)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scale = torch.rsqrt(_mean_square(wide) + eps)
     return (wide * scale * weight).to(x.dtype), scale
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """Over the last dim, which stays; without a copy of x, unless a compiler sees to that."""
+    if torch.compiler.is_compiling():
+        return x.square().mean(-1, keepdim=True)
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square().div(x.shape[-1])
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -278,11 +285,11 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     wide = upcast(x)
     low, high = wide.chunk(2, dim=-1)
-    out = torch.empty_like(wide)
+    out = torch.empty_like(x)
     half = low.shape[-1]
-    torch.mul(low, cos, out=out[..., :half]).addcmul_(high, sin, value=-sign)
-    torch.mul(high, cos, out=out[..., half:]).addcmul_(low, sin, value=sign)
-    return out.to(x.dtype)
+    out[..., :half] = (low * cos).addcmul_(high, sin, value=-sign)
+    out[..., half:] = (high * cos).addcmul_(low, sin, value=sign)
+    return out
 
 
 class SwiGLU(nn.Module):
