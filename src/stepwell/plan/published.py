@@ -28,7 +28,9 @@ REQUIRED = (
     "vocab", "seq_len", "gpu", "n_gpus", "tp", "pp", "cp", "ep", "micro_batch",
     "global_batch_sequences", "precision", "activation_checkpointing", "attention",
 )  # fmt: skip
-MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib")
+MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib")
+# Of no use alone: which FLOPs a source counts is not in the table.
+RATES = ("tflops_per_gpu", "mfu_pct")
 # Other programs' names of devices whose own name is not in `hardware`.
 ALIASES = {"blackwell-184gib": "gb200"}
 # Words of notes that say that element-wise operations are fused (a compiler, or fused kernels), and
@@ -135,7 +137,9 @@ def read_row(row: dict[str, Any], row_id: str) -> Published:
     memory = _optional(cells, "peak_mem_gib")
     step = _step_s(cells, job)
     if step is None and memory is None and fit != "OOM":
-        raise DataError(f"none of {', '.join(MEASURED)} is printed")
+        alone = [name for name in RATES if cells.get(name)]
+        why = f"{alone[0]} alone says no time" if alone else f"no {', '.join(MEASURED)} printed"
+        raise DataError(why)
     return Published(
         row_id=row_id,
         job=job,
