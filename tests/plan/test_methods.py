@@ -10,6 +10,7 @@ import pytest
 
 from stepwell.config import Run
 from stepwell.hardware import GIB, measure_peak_allocated
+from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.job import dims_of
@@ -17,6 +18,7 @@ from stepwell.plan.memory import method_bytes_per_parameter
 from stepwell.plan.memory_coefficients import SHIPPED
 from stepwell.plan.methods import (
     GATHERED_FROZEN,
+    GATHERED_TRAINED,
     OLD_COPY,
     MethodPlan,
     Question,
@@ -35,6 +37,7 @@ from stepwell.plan.placements import (
 )
 from stepwell.plan.rollouts import Workload, weight_bytes
 from stepwell.presets import PRESETS
+from stepwell.ranks import run_ranks
 from stepwell.sections.model import ModelConfig
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError
@@ -243,6 +246,25 @@ def test_packing_the_weights_takes_what_is_planned():
     merged = 2 * GATHERED_FROZEN * blocks  # the ends have no adapters, and are not copied
     assert weight_bytes(dims) / dims.parameters() == OLD_COPY
     assert peak == pytest.approx(new + merged, rel=0.15)
+
+
+def pack_on_a_rank() -> tuple[int, int]:
+    """Elements of the model, and bytes at the peak of packing beside the old copy."""
+    keys = {"num_layers": 4, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
+    run = Run.parse({"model": {**keys, "d_ff": 1024}}, {"precision.compute": "bf16"})
+    engine = Engine(run, mesh=init_distributed(run.layout))
+    engine.snapshot()
+    engine.updates += 1
+    return dims_of(run.model).parameters(), measure_peak_allocated(engine.snapshot)
+
+
+@pytest.mark.slow
+def test_ranks_gather_masters_whole_to_pack():
+    for elements, peak in run_ranks(pack_on_a_rank, 2):
+        wanted = weight_bytes(dims_of(SMALL)) / dims_of(SMALL).parameters() + GATHERED_TRAINED
+        assert peak / elements == pytest.approx(wanted, rel=0.1)
+    ((elements, peak),) = run_ranks(pack_on_a_rank, 1)  # live weights are not gathered
+    assert peak / elements == pytest.approx(2, rel=0.25)
 
 
 # --- time, words -----------------------------------------------------------------------------
