@@ -156,6 +156,16 @@ def test_a_group_that_shards_hands_weights_out_inside_a_machine():
     assert sum(f.network_s for f in group.flows if f.phase == "backward") > 0
 
 
+def test_an_optimiser_on_the_host_waits_for_the_host():
+    """10^9 parameters a machine in .22 s (2101.06840), however fast the link is."""
+    asked = job(offload_optimizer=True)
+    parts = predict_step(asked).parts
+    assert parts["optimizer"] == pytest.approx(8.03 * 0.22, rel=0.02)
+    link = replace(asked.cluster, pcie_bytes_per_s=1e9)
+    slow = predict_step(replace(asked, cluster=link)).parts
+    assert slow["optimizer"] == pytest.approx(4 * 8.03 / 8, rel=0.02)
+
+
 def test_a_precision_without_a_rate_is_refused():
     with pytest.raises(ConfigError, match=r"a100-80g has no peak for 'fp8'"):
         predict_step(job(gpu="a100-80g", precision="fp8", recipe="tensorwise"))
