@@ -41,11 +41,11 @@ def batch_of(num_wanted: int):
 def gradients(engine: Engine, num_wanted: int) -> dict[str, torch.Tensor]:
     for _, parameter in engine.named_parameters():
         parameter.grad = None
-    loss = Loss(
-        frozenset({"logprobs"}),
-        lambda _: {"all": 1.0},
-        lambda outputs, b: LossSums({"all": masked_sum(outputs.logprobs_BT, b.weights_BT)}, {}),
-    )
+
+    def fn(outputs, batch):
+        return LossSums({"all": masked_sum(outputs.logprobs_BT, batch.weights_BT)}, {})
+
+    loss = Loss(frozenset({"logprobs"}), lambda _: {"all": 1.0}, fn)
     engine.forward_backward(batch_of(num_wanted), loss)
     return {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
 
