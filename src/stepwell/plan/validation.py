@@ -282,7 +282,8 @@ def sweep_lines(found: list[Sweep]) -> list[str]:
         f"  {s.name:<66}{s.num_layouts:>3} layouts{s.correlation:>6.2f}, best: {s.place_of_best}."
         for s in found
     ]
+    middle = median(sweep.correlation for sweep in found)
     head = (
-        f"sweeps: mean rank correlation {mean:.2f}; the fastest is among our first {TOP} in {top}"
+        f"{len(found)} sweeps: rank correlation {mean:.2f} (mean by layouts), {middle:.2f} (median)"
     )
-    return [f"{head} of {len(found)}", *rows]
+    return [f"{head}; the fastest is among our first {TOP} in {top}", *rows]
