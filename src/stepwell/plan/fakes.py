@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepwell.models import logits
@@ -99,6 +100,7 @@ def fake_device(answers: Answers | None = None) -> Iterator[None]:
         stack.enter_context(patch.dict(update_norm.CHUNK, {"cpu": update_norm.LARGE_CHUNK}))
         stack.enter_context(patch.object(dist, "broadcast_object_list", answers.broadcast))
         stack.enter_context(patch.object(dist, "all_gather_object", answers.all_gather))
+        _device_constructors()  # torch's own list for `with torch.device(...)`, kept once made
         for name in _FACTORIES:
             heeding = host.heeding(getattr(torch, name))
             stack.enter_context(patch.object(torch, name, heeding))
