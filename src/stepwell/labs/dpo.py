@@ -42,9 +42,9 @@ CLAIM = (
     "DPO learns the judge's reward: on unseen strings beta times the policy's log-ratio orders "
     "them as he does (correlation above 0.9 with every seed). Trained on pairs that are nearly "
     "alike, or on a mix that is mostly of such pairs, the margin grows while chosen and rejected "
-    "answers both fall, with every seed; the alarm fires wherever the chosen ones lose more than 6 "
-    "nats, twice what it is set to. It is silent, and less than a third of the loss is left, on "
-    "pairs that are nothing alike, with the highest CHES scores left out of the mix, with "
+    "answers both fall, with every seed; the alarm fires wherever the chosen ones lose more than 9 "
+    "nats, three times what it is set to. It is silent, and less than a third of the loss is left, "
+    "on pairs that are nothing alike, with the highest CHES scores left out of the mix, with "
     "DPO-positive, and with a part of SFT; the margin grows there, too."
 )
 LETTERS = "abcdefgh"
@@ -77,8 +77,8 @@ def arms_of(size: Size) -> dict[str, Arm]:
 
 BENIGN = "unlike pairs"
 # What chosen answers may lose (nats) without an alarm: it looks at the batches on the way, not at
-# the whole. Above LEAST_FALL itself it was silent in 1 of 13 arms of other seeds.
-UNALARMED = 2 * LEAST_FALL
+# the whole. Of other seeds' arms that had lost more than LEAST_FALL it was silent in 2 of 15.
+UNALARMED = 3 * LEAST_FALL
 # An arm without displacement -> the one that it is held against.
 REPAIRS = {
     BENIGN: "near-identical pairs",
