@@ -84,6 +84,7 @@ def test_the_shipped_coefficients_are_the_fitted_ones():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("by", ["source_key", "family"])
 def test_groups_left_out_whole_are_predicted(by):
     """The issue's goal is a median error of 10 %."""

@@ -116,6 +116,12 @@ def test_missing_columns_are_named(rows, tmp_path):
         read_table(path)
 
 
+def test_numbers_and_flags_as_data_frames_write_them(rows):
+    row = rows["dg0055"]
+    floats = {k: f"{v}.0" if v.isdigit() and k != "id" else v for k, v in row.items()}
+    assert read_row(floats | {"sp": "True"}, "x") == read_row(row, "x")
+
+
 def test_optional_columns_may_be_missing(rows, tmp_path):
     optional = ("notes", "vpp", "sp", "interconnect", "config_key", "quality", "fit", "workload")
     path = write(tmp_path / "t.csv", [rows["lf0001"]], drop=optional)

@@ -297,7 +297,7 @@ def _job(cells: dict[str, str]) -> Job:
         micro_batch_rows=rows,
         global_batch_rows=batch,
         tp=tp,
-        sequence_parallel=cells.get("sp", "") != "false" and tp > 1,
+        sequence_parallel=cells.get("sp", "").lower() != "false" and tp > 1,
         cp=cp,
         pp=pp,
         stages_per_rank=int(_optional(cells, "vpp") or 1) if pp > 1 else 1,
@@ -313,7 +313,8 @@ def _job(cells: dict[str, str]) -> Job:
         flash=flash,
         compiled=megatron or bool(re.search(FUSED, notes)),
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
-        overlap_tp="AsyncTP" in notes or (megatron and flash and cells.get("sp") == "true"),
+        overlap_tp="AsyncTP" in notes
+        or (megatron and flash and cells.get("sp", "").lower() == "true"),
         overlap_data=flash,
         attention_kernel=_attention_kernel(megatron, notes),
         gradient_precision="bf16" if "PURE" in notes or (megatron and flash) else "fp32",
@@ -334,7 +335,7 @@ def _usual_rows(batch: int, dp: int, pp: int) -> int:
 
 def _zero(cells: dict[str, str], dp: int) -> tuple[int, int]:
     """The stage, and how many ranks shard: all data ranks unless the notes name a group."""
-    text = cells.get("zero_stage", "") or "1"
+    text = cells.get("zero_stage", "").removesuffix(".0") or "1"
     named = re.search(
         r"(?:ZeRO-1|FSDP) group (\d+)|sharded over groups of (\d+)", cells.get("notes", "")
     )
