@@ -166,6 +166,28 @@ def test_an_optimiser_on_the_host_waits_for_the_host():
     assert slow["optimizer"] == pytest.approx(4 * 8.03 / 8, rel=0.02)
 
 
+@pytest.mark.parametrize(("num_gpus", "tera"), [(8192, 430), (16384, 400)])
+def test_llama_3_405b(num_gpus, tera):
+    """Of 2407.21783, table 4 (not in the published table): 16M tokens of 8192 on H100, TP 8, PP 16,
+    gradients summed in 32 bits. Interleaved stages of one block, which the paper does not print."""
+    large = replace(LLAMA_70B, num_layers=126, d_model=16384, num_heads=128, d_ff=53248)
+    asked = job(
+        large,
+        tp=8,
+        pp=16,
+        dp_shard=num_gpus // 128,
+        stages_per_rank=8,
+        schedule="interleaved-1f1b",
+        zero=1,
+        reduce_every_micro_batch=False,
+        global_batch_rows=2048,
+        program="megatron",
+        attention_kernel="native",
+    )
+    step = predict_step(asked)
+    assert step.model_flops / step.total_s / 1e12 == pytest.approx(tera, rel=0.07)
+
+
 def test_a_precision_without_a_rate_is_refused():
     with pytest.raises(ConfigError, match=r"a100-80g has no peak for 'fp8'"):
         predict_step(job(gpu="a100-80g", precision="fp8", recipe="tensorwise"))
