@@ -170,8 +170,8 @@ def _recipe(asked: Asked) -> int:
     task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, run, world)
-    fastest = None
-    if not asked.get("quick") and run.method.kind == "pretrain" and not run.lora.rank:
+    fastest, quick = None, bool(asked.get("quick"))
+    if not quick and run.method.kind == "pretrain" and not run.lora.rank:
         tokens = task.rows * task.seq_len
         ranking = search(
             job.dims, machines, world, task.seq_len, tokens, None, run.model, 1.0, prices
@@ -185,7 +185,7 @@ def _recipe(asked: Asked) -> int:
         task=task,
         candidate=candidate,
         knobs=tuple(knobs(prices, task, job.layout, run.model)),
-        together=tuple(together(prices, task, job.layout, run.model)),
+        together=() if quick else tuple(together(prices, task, job.layout, run.model)),
         fastest=fastest,
         gap=measured,
         assumed=_assumed(asked, world, run),

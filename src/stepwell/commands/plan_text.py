@@ -189,8 +189,12 @@ def reasons(answer: Searched) -> list[RenderableType]:
         head = Text(f"  {number}. {reason.question} ")
         head.append(reason.value, style="bold")
         lines.append(head)
-        if reason.text:
-            lines.append(Padding(Text(reason.text), (0, 0, 0, 5)))
+        if reason.lead:
+            lines.append(Padding(Text(reason.lead), (0, 0, 0, 5)))
+        for told in reason.told:
+            bullet = Table.grid(padding=(0, 1, 0, 0))
+            bullet.add_row("-", Text(told))
+            lines.append(Padding(bullet, (0, 0, 0, 5)))
     return lines
 
 

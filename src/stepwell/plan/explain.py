@@ -57,13 +57,20 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Reason:
-    """question: of the decision tree. value: what was chosen. text: the answer in words."""
+    """question: of the decision tree. value: what was chosen. lead: what that means; told: a
+    sentence or two about each alternative."""
 
     axis: str
     question: str
     value: str
-    text: str
+    lead: str
     alternatives: tuple[Alternative, ...] = ()
+    told: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer in words."""
+        return " ".join(filter(None, (self.lead, *self.told)))
 
 
 @dataclass(frozen=True)
@@ -149,9 +156,8 @@ def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> I
             limit = WORTH_TELLING * best.step_s
             other = _best_with(prices, task, pins, limit) if searched else None
             found.append(Alternative(label, alone, other, searched))
-        told = [_told(alternative, best) for alternative in found]
-        text = " ".join([asked.lead, *told]).strip()
-        yield Reason(asked.axis, asked.question, asked.value, text, tuple(found))
+        told = tuple(_told(alternative, best) for alternative in found)
+        yield Reason(asked.axis, asked.question, asked.value, asked.lead, tuple(found), told)
 
 
 def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:

@@ -39,9 +39,8 @@ def values_of(config: ModelConfig, layout: Arrangement, name: str) -> dict[str, 
     if layout.precision == "fp8":
         values["precision"]["fp8"] = {"recipe": recipe_of(layout)}
     if layout.recompute != "none":
-        values["remat"] = {"mode": layout.recompute}
-        if layout.recompute == "every":
-            values["remat"]["every"] = layout.recompute_every
+        every = {"every": layout.recompute_every} if layout.recompute == "every" else {}
+        values["remat"] = {"mode": layout.recompute, **every}
     offload = {
         "optimizer": layout.offload_optimizer,
         "parameters": layout.offload_parameters,

@@ -23,7 +23,8 @@ from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.memory import MemoryLedger, predict_memory
+from stepwell.plan.memory import MemoryLedger, predict_memory, predict_rank
+from stepwell.plan.pieces import ranks_to_try
 from stepwell.plan.runs import run_of, short
 from stepwell.plan.space import (
     Pins,
@@ -215,7 +216,8 @@ class Prices:
         if self.config is None:
             return found
         try:
-            return as_run(found, self.config)
+            some = as_run(found, self.config, every_rank=False)
+            return some if some.headroom_bytes < 0 else as_run(found, self.config)
         except ConfigError as refusal:
             return str(refusal)
 
@@ -461,12 +463,16 @@ def _checked(opened: _Open, slack: float) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
-    """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
-    have against it."""
-    run = run_of(config, candidate.layout)
-    check_run(run, candidate.layout.num_gpus)
-    return replace(candidate, exact=predict_memory(run, candidate.layout.num_gpus))
+def as_run(candidate: Candidate, config: ModelConfig, every_rank: bool = True) -> Candidate:
+    """The candidate with the engine's exact ledger, of every rank of the pipeline or of those that
+    may need the most. Raises ConfigError with what the engine's rules have against it."""
+    run, world = run_of(config, candidate.layout), candidate.layout.num_gpus
+    check_run(run, world)
+    if every_rank:
+        return replace(candidate, exact=predict_memory(run, world))
+    ranks = {candidate.memory.pp_rank, *ranks_to_try(candidate.job.dims, candidate.layout)}
+    ledgers = [predict_rank(run, world, rank) for rank in sorted(ranks)]
+    return replace(candidate, exact=max(ledgers, key=lambda ledger: ledger.peak_bytes))
 
 
 def complexity(layout: Arrangement) -> tuple[int, ...]:

@@ -190,8 +190,9 @@ def schedules(task: Task, mesh: Mesh, refused: Refused) -> list[tuple[str, int]]
     """(schedule, stages a rank). gpipe is not among them unless it is asked for: 1f1b idles as long
     and holds less."""
     pins, parts = task.pins, task.dims.num_layers + 2
-    if mesh.pp == 1:
-        return [("1f1b", 1)]
+    if mesh.pp == 1:  # what is asked of a pipeline asks for one
+        free = pins.schedule is None and pins.stages_per_rank is None
+        return [("1f1b", 1)] if free else []
     every = [("1f1b", 1), *(("interleaved-1f1b", v) for v in VIRTUAL_STAGES)]
     every += [("zbv", 2), ("dualpipev", 2)]
     if pins.schedule == "gpipe":
