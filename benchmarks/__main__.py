@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS), help="some of " + ", ".join(JOBS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="steps in a timed chunk")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first chunk")
     parser.add_argument("--only", default="", help="libraries to compare with (default: all)")
     parser.add_argument("--variants", default="", help="ways to run to try (default: all)")
     parser.add_argument(
@@ -163,6 +164,7 @@ def main() -> None:
         "variants": args.variants or "all",
         "clock": "cpu" if args.cpu_time else "wall",
         "rounds": rounds,
+        "warmup_steps": 1 if args.quick else args.warmup,
         "steps_per_chunk": steps,
         "jobs": {},
     }
@@ -181,7 +183,7 @@ def main() -> None:
         chunk = max(1, steps // 2) if job.startswith("generate") else steps
         settings = {
             "BENCH_STEPS": str(chunk),
-            "BENCH_WARMUP": "1" if args.quick else "3",
+            "BENCH_WARMUP": "1" if args.quick else str(args.warmup),
             "BENCH_QUIET_S": "0" if args.cpu_time else str(quiet_s),
             **({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}),
         }
