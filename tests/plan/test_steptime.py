@@ -123,6 +123,17 @@ def test_communication_that_nothing_hides_is_exposed():
     assert apart["contention"] < beside["contention"]
 
 
+def test_gathers_by_single_parameters_wait_for_more_hops():
+    of_blocks, of_parameters = (
+        ledger(job(dp_shard=64, program="fsdp", flash=False, overlap_data=overlap)).flows
+        for overlap in (True, False)
+    )
+    hops = [sum(f.hops for f in flows) for flows in (of_blocks, of_parameters)]
+    network = [sum(f.network_s for f in flows) for flows in (of_blocks, of_parameters)]
+    assert hops[1] > 5 * hops[0]
+    assert network[1] == pytest.approx(network[0], rel=1e-3)
+
+
 def test_a_slow_network_is_worse_for_tensor_ranks_across_machines():
     inside = predict_step(job(LLAMA_70B, tp=8, dp_shard=8, global_batch_rows=512))
     across = predict_step(job(LLAMA_70B, tp=16, dp_shard=4, global_batch_rows=512))

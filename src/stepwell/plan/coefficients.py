@@ -81,21 +81,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.909,
-    matmul_8=0.946,
-    matmul_4=0.714,
+    matmul_16=0.908,
+    matmul_8=0.945,
+    matmul_4=0.712,
     sustained=0.854,
     attention=0.557,
-    attention_older=0.52,
-    attention_triton=0.741,
+    attention_older=0.521,
+    attention_triton=0.74,
     memory=0.814,
-    eager=2.04,
-    scaleup=0.642,
-    network=0.757,
-    hop_s=2.61e-05,
+    eager=2.01,
+    scaleup=0.637,
+    network=0.766,
+    hop_s=3.95e-05,
     launch_s=2.73e-05,
-    contention=0.691,
-    straggling=0.00321,
+    contention=0.682,
+    straggling=0.00292,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.

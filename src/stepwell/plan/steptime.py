@@ -33,6 +33,8 @@ HOST_ADAMW_BYTES, HOST_BYTES_PER_S = 28.0, 127e9
 # Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
 # computes it except where its scale needs a pass of its own.
 CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 5.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
+# Tensors of a block with biases: four matrices, two norms.
+PARAMETERS_OF_A_BLOCK = 12
 # Share of tensor ranks' communication that products hide where a program overlaps them.
 TENSOR_HIDDEN = 0.6
 # Length of the summed dimension at which a product has half its rate: its start and its end.
@@ -99,6 +101,8 @@ def ledger(job: Job) -> Ledger:
         sent = [_of_trained(one, job.layout.trained_share) for one in sent]
     if job.layout.program == "fsdp" and job.layout.compiled and job.layout.precision == "fp8":
         sent = [_in_8_bits(one) for one in sent]
+    if job.layout.program == "fsdp" and not job.layout.overlap_data:
+        sent = [_by_parameter(one) for one in sent]
     if job.layout.program == "megatron" and job.layout.zero:
         sent = [part for one in sent for part in _by_groups(one, job.layout)]
     return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
@@ -109,6 +113,14 @@ def _in_8_bits(sent: Sent) -> Sent:
     if sent.purpose == "gather weights":
         return replace(sent, num_bytes=sent.num_bytes // 2)
     return sent
+
+
+def _by_parameter(sent: Sent) -> Sent:
+    """Before FSDP gathered blocks, ZeRO-3 gathered and reduced each parameter by itself."""
+    if sent.axis != "dp_shard":
+        return sent
+    pieces = PARAMETERS_OF_A_BLOCK
+    return replace(sent, num_bytes=sent.num_bytes // pieces, calls=sent.calls * pieces)
 
 
 def _by_groups(sent: Sent, layout: Arrangement) -> list[Sent]:
