@@ -15,7 +15,7 @@ import tomli_w
 from stepwell.commands import plan_text
 from stepwell.commands.plan_options import Asked, help_text, parse
 from stepwell.commands.ranks import fewest_ranks
-from stepwell.commands.training import find_recipe
+from stepwell.commands.training import find_recipe, with_weights
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.plan.answer import Review, Searched, as_json, review_json
@@ -162,6 +162,8 @@ def _recipe(asked: Asked) -> int:
             f"{', '.join(pinned)}: a recipe says itself what its layout is; set its keys instead "
             "(--layout.tp 8), or plan its model with --model"
         )
+    if run.model.init is not None:  # the weights say how large the model is; torch reads them
+        run = with_weights(run)
     machines = cluster_of(asked)
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
