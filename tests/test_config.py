@@ -668,3 +668,24 @@ def test_reading_and_checking_a_run_imports_no_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "nearest that does is 2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "idle", "read"),
+    [
+        ("optim.muon_lr=0.01", {}, {"optim.kind": "muon"}),
+        ("remat.every=3", {"remat.mode": "full"}, {"remat.mode": "every"}),
+        ("precision.loss_scale.growth_steps=10", {}, {"precision.compute": "fp16"}),
+        (
+            "optim.schedule.final_fraction=0.1",
+            {"optim.schedule.kind": "constant"},
+            {"optim.schedule.kind": "linear"},
+        ),
+    ],
+)
+def test_keys_that_change_nothing_are_refused(key, idle, read):
+    name, _, text = key.partition("=")
+    value = float(text) if "." in text else int(text)
+    Run.parse({}, {name: value, **read})
+    with pytest.raises(ConfigError, match=f"{key} changes nothing with"):
+        Run.parse({}, {name: value, **idle})

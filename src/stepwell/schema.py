@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tomllib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -37,6 +37,14 @@ class Section(BaseModel):
     """A frozen table of a recipe; keys it does not declare are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def check_idle(section: Section, table: str, keys: Iterable[str], where: str) -> None:
+    """Raises ValueError for a key of `table` that is set although it changes nothing `where`."""
+    for key in keys:
+        value, usual = getattr(section, key), type(section).model_fields[key].default
+        if value != usual:
+            raise ValueError(f"{table}.{key}={value!r} changes nothing {where}; leave it out")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -41,7 +41,9 @@ def test_constant_linear_and_cosine():
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 def test_every_step_of_a_run_has_a_positive_rate_and_nothing_jumps(kind):
     schedule = ScheduleConfig(
-        kind=kind, warmup_steps=10, decay_steps=50 if kind == "wsd" else 0, decay_shape="linear"
+        kind=kind,
+        warmup_steps=10,
+        **({"decay_steps": 50, "decay_shape": "linear"} if kind == "wsd" else {}),
     )
     fractions = [lr_fraction(schedule, step, 200) for step in range(200)]
     assert min(fractions) > 0

@@ -200,6 +200,7 @@ def anneal_run(
     shuffled order (a seed must change it)."""
     step = read_state(checkpoint)["step"]
     mixture = [weights.get(domain.name, 0.0) for domain in domains]
+    muon = {"optim.muon_lr": parent.optim.muon_lr * lr / parent.optim.lr}
     return Run.parse(
         parent.model_dump(mode="json", exclude_none=True),
         {
@@ -211,7 +212,7 @@ def anneal_run(
             "train.seed": seed,
             "train.eval_every": 0,
             "optim.lr": lr,
-            "optim.muon_lr": parent.optim.muon_lr * lr / parent.optim.lr,
+            **(muon if parent.optim.kind == "muon" else {}),
             "data.order": "shuffled",
             "optim.schedule.kind": "wsd",
             "optim.schedule.warmup_steps": min(parent.optim.schedule.warmup_steps, step),

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from stepwell.schema import Above0, Flag, NonNegative, Positive, Section, Whole
+from stepwell.schema import Above0, Flag, NonNegative, Positive, Section, Whole, check_idle
 
 
 class LayoutConfig(Section):
@@ -69,6 +69,8 @@ class RematConfig(Section):
                 f"remat.budget_bytes={self.budget_bytes} and remat.mode={self.mode!r} go together: "
                 "mode 'budget' needs a number of bytes, the other modes have none"
             )
+        if self.mode != "every":
+            check_idle(self, "remat", ["every"], f"with remat.mode={self.mode!r}")
         return self
 
 
@@ -118,3 +120,11 @@ class PrecisionConfig(Section):
     param: Literal["fp32", "fp64"] = "fp32"
     fp8: Fp8Config = Fp8Config()
     loss_scale: LossScaleConfig = LossScaleConfig()
+
+    @model_validator(mode="after")
+    def _rules(self) -> PrecisionConfig:
+        if self.compute != "fp16":
+            keys = LossScaleConfig.model_fields
+            where = f"with precision.compute={self.compute!r}"
+            check_idle(self.loss_scale, "precision.loss_scale", keys, where)
+        return self

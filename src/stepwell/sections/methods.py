@@ -11,7 +11,7 @@ data.document_mask may be off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -24,6 +24,7 @@ from stepwell.schema import (
     NonNegative,
     Positive,
     Section,
+    check_idle,
 )
 from stepwell.sections.chat import ChatColumns, ChatFormat, ChatRole, RoleNames
 from stepwell.sections.preference import PairsLoss, PreferenceLoss
@@ -45,14 +46,6 @@ class MethodSection(Section):
         """What step_key says; None where it is no key of the method's own."""
         section, _, key = self.step_key.partition(".")
         return getattr(self, key) if section == "method" else None
-
-
-def check_idle(section: Section, keys: Sequence[str], where: str) -> None:
-    """Raises ValueError for a key of the method that is set although it changes nothing `where`."""
-    for key in keys:
-        value, usual = getattr(section, key), type(section).model_fields[key].default
-        if value != usual:
-            raise ValueError(f"method.{key}={value!r} changes nothing {where}; leave it out")
 
 
 class Pretrain(MethodSection):
@@ -155,7 +148,7 @@ class DPO(MethodSection):
             )
         if kind == "kto":
             where = "in kind 'kto', whose answers are not paired"
-            check_idle(self, ("displacement", "displacement_window"), where)
+            check_idle(self, "method", ("displacement", "displacement_window"), where)
         if not self.loss.needs_reference and self.reference != "cached":
             raise ValueError(
                 f"method.reference={self.reference!r} changes nothing in kind {kind!r}, which "
@@ -173,7 +166,7 @@ class DPO(MethodSection):
                 "set method.reference='cached'"
             )
         if self.displacement == "ignore":
-            check_idle(self, ["displacement_window"], "with method.displacement='ignore'")
+            check_idle(self, "method", ["displacement_window"], "with method.displacement='ignore'")
         return self
 
 
@@ -287,7 +280,7 @@ class SampledMethod(MethodSection):
                 "say what the reward is; leave it out, or add a term with that source"
             )
         if self.overopt == "ignore":
-            check_idle(self, ["overopt_window"], "with method.overopt='ignore'")
+            check_idle(self, "method", ["overopt_window"], "with method.overopt='ignore'")
         if self.max_turns > 1 and self.environment is None:
             raise ValueError(
                 f"method.max_turns={self.max_turns} needs method.environment, which answers "
@@ -316,7 +309,7 @@ def check_no_reference(method: GRPO | PPO) -> None:
     """Raises ValueError for what is said of a divergence that is neither trained nor measured."""
     if not method.kl_coef:
         keys = ("kl_estimator", "kl_in", "reference")
-        check_idle(method, keys, "with method.kl_coef=0, where no reference is held")
+        check_idle(method, "method", keys, "with method.kl_coef=0, where no reference is held")
 
 
 def check_budget(method: GRPO | PPO) -> None:
@@ -386,7 +379,7 @@ class GRPO(SampledMethod):
     def _rules(self) -> GRPO:
         check_budget(self)
         if not self.dynamic_sampling:
-            check_idle(self, ["max_refills"], "without method.dynamic_sampling")
+            check_idle(self, "method", ["max_refills"], "without method.dynamic_sampling")
         if 0 < self.dual_clip <= 1:
             raise ValueError(
                 f"method.dual_clip={self.dual_clip:g} must be above 1 (3 is usual), or 0 for none"
@@ -452,7 +445,9 @@ class PPO(SampledMethod):
     def _rules(self) -> PPO:
         check_budget(self)
         if self.kl_controller == "fixed":
-            check_idle(self, ("kl_target", "kl_horizon"), "with method.kl_controller='fixed'")
+            check_idle(
+                self, "method", ("kl_target", "kl_horizon"), "with method.kl_controller='fixed'"
+            )
         if self.over_budget == "raise" and self.kl_controller == "adaptive":
             raise ValueError(
                 "method.over_budget='raise' and method.kl_controller='adaptive' would both set the "
@@ -511,9 +506,9 @@ class OnlineDPO(SampledMethod):
     def _rules(self) -> OnlineDPO:
         kind = self.loss.kind
         where = "in online-dpo, whose losses are of whole answers, without importance weights"
-        check_idle(self, ["importance_cap"], where)
+        check_idle(self, "method", ["importance_cap"], where)
         if self.displacement == "ignore":
-            check_idle(self, ["displacement_window"], "with method.displacement='ignore'")
+            check_idle(self, "method", ["displacement_window"], "with method.displacement='ignore'")
         if self.over_budget == "raise":
             raise ValueError(
                 "method.over_budget='raise' raises method.kl_coef, which online-dpo has not; the "

@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from stepwell.schema import Above0, AtLeast0, Flag, Fraction, NonNegative, Positive, Section
+from stepwell.schema import (
+    Above0,
+    AtLeast0,
+    Flag,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    check_idle,
+)
 
 
 class ScheduleConfig(Section):
@@ -21,6 +30,15 @@ class ScheduleConfig(Section):
     decay_steps: NonNegative = 0
     decay_shape: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
     final_fraction: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _rules(self) -> ScheduleConfig:
+        where = f"with optim.schedule.kind={self.kind!r}"
+        if self.kind != "wsd":
+            check_idle(self, "optim.schedule", ["decay_shape"], where)
+        if self.kind == "constant":
+            check_idle(self, "optim.schedule", ["final_fraction"], where)
+        return self
 
 
 class OptimConfig(Section):
@@ -41,6 +59,12 @@ class OptimConfig(Section):
     weight_decay: AtLeast0 = 0.1
     clip_norm: AtLeast0 = 1.0
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _rules(self) -> OptimConfig:
+        if self.kind != "muon":
+            check_idle(self, "optim", ["muon_lr"], f"with optim.kind={self.kind!r}")
+        return self
 
 
 class GuardConfig(Section):
