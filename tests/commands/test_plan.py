@@ -80,7 +80,8 @@ def test_a_wrong_command_line_is_named(words, said):
     [
         ([], "give --model"),
         (["--model", "llama3-8b"], "give --gpus"),
-        (["--model", "llama3-8b", "x.toml"], "not both"),
+        (["--model", "mixtral-8x7b", "llama3-8b-pretrain"], "does not have mixture"),
+        (["--model", "llama3-8b", "x.toml"], "no recipe 'x.toml'"),
         (["--model", "llama3-8b", "--gpus", "8", "--train.steps", "3"], "belongs to a recipe"),
         (["llama3-8b-pretrain", "--tp", "8"], "set its keys instead"),
         (["llama3-8b-pretrain", "--gpus", "63"], "dp_shard"),
@@ -151,6 +152,15 @@ def test_a_recipe_as_configured(capsys):
     code, out, _ = run(capsys, *words, "--json", "--train.micro_batch_rows", "16")
     assert code == 1  # 16 rows of activations
     assert json.loads(out)["fits"] is False
+
+
+def test_a_recipe_whose_weights_are_not_there(capsys):
+    code, _, err = run(capsys, "smollm2-sft", "--quick")
+    assert code in (2, 4)
+    assert "--model NAME" in err
+    code, out, _ = run(capsys, "smollm2-sft", "--quick", "--model", "smollm2-135m")
+    assert code == 0
+    assert "134.5 million parameters" in out
 
 
 def test_a_cluster_of_ones_own(capsys, tmp_path):

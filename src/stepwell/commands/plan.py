@@ -37,7 +37,7 @@ from stepwell.plan.search import (
 )
 from stepwell.plan.space import Task
 from stepwell.sections.methods import SampledMethod
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, StepwellError
 
 USUAL_GPU = "h100-sxm"
 USUAL_SEQ_LEN = 8192
@@ -59,10 +59,6 @@ def main(argv: Sequence[str]) -> int:
     asked = parse(argv)
     if "validate" in asked.given:
         return _validate(asked)
-    if asked.recipe is not None and asked.get("model"):
-        raise ConfigError(
-            f"give a recipe ({asked.recipe}) or --model {asked.get('model')}, not both"
-        )
     if asked.recipe is not None:
         return _recipe(asked)
     dimensions = any(key.startswith("model.") for key in asked.overrides)
@@ -162,8 +158,10 @@ def _recipe(asked: Asked) -> int:
             f"{', '.join(pinned)}: a recipe says itself what its layout is; set its keys instead "
             "(--layout.tp 8), or plan its model with --model"
         )
-    if run.model.init is not None:  # the weights say how large the model is; torch reads them
-        run = with_weights(run)
+    if asked.get("model"):
+        run = on_model(run, asked.get("model"))
+    elif run.model.init is not None:  # the weights say how large the model is; torch reads them
+        run = _with_weights(run)
     machines = cluster_of(asked)
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
@@ -207,6 +205,24 @@ def _recipe(asked: Asked) -> int:
     return 0 if review.fits else 1
 
 
+def on_model(run: Run, name: str) -> Run:
+    """The run with another model's dimensions, from scratch. Raises ConfigError."""
+    subject = find_model(name)
+    if subject.config is None:
+        raise ConfigError(f"--model {name}: the engine does not have {subject.missing} yet")
+    model = subject.config.model_dump(exclude_none=True, exclude_unset=True)
+    model |= {"head": run.model.head, "num_labels": run.model.num_labels}
+    model["max_seq_len"] = max(subject.config.max_seq_len, run.data.seq_len)
+    return Run.parse({**run.model_dump(exclude_none=True), "model": model})
+
+
+def _with_weights(run: Run) -> Run:
+    try:
+        return with_weights(run)
+    except StepwellError as error:
+        raise type(error)(f"{error}; or say how large it is: --model NAME") from error
+
+
 def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     """With the ledger of the run itself."""
     from stepwell.plan.memory import predict_memory
@@ -218,11 +234,12 @@ def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
     found = []
     if isinstance(run.method, SampledMethod):
         found.append(
-            f"a step is a pass over {run.train.global_batch_rows} packed rows; sampling is not in "
-            f"it (stepwell plan --method {run.method.kind} plans that)"
+            f"a step is a pass over {run.train.global_batch_rows} packed rows; sampling and other "
+            f"models are not in it (`--method {run.method.kind}` without a recipe plans them)"
         )
     if "gpus" not in asked.given:
-        found.append(f"{world} GPUs, the fewest that the layout fits (--gpus)")
+        many = "one GPU" if world == 1 else f"{world} GPUs"
+        found.append(f"{many}, the fewest that the layout fits (--gpus)")
     if "gpu" not in asked.given and "cluster" not in asked.given:
         found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")
     return tuple(found)

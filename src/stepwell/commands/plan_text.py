@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.plan.answer import Review, Searched, memory_items, traffic_json, training
-from stepwell.plan.explain import change_text, part_text, recompute_text, zero_text
+from stepwell.plan.explain import change_text, count_text, part_text, recompute_text, zero_text
 from stepwell.plan.job import Dims
 from stepwell.plan.knobs import Gap, Knob
 from stepwell.plan.runs import data_text, offloaded, short
@@ -101,9 +101,9 @@ def note(text: str) -> Padding:
 def heading(dims: Dims, task: Task, name: str = "") -> Text:
     cluster = task.cluster
     count, active = dims.parameters(), dims.parameters(active=True)
-    size = f"{count / 1e9:,.1f} billion parameters"
+    size = f"{count_text(count)} parameters"
     if dims.experts:
-        size += f" ({active / 1e9:,.1f} active)"
+        size += f" ({count_text(active)} active)"
     text = Text()
     text.append(name or dims.name, style="bold")
     machines = math.ceil(task.num_gpus / cluster.gpus_per_node)

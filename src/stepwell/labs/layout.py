@@ -36,7 +36,7 @@ def measure(small: bool = False) -> dict[str, Any]:
     model, machines = find_model("llama3-405b", DIMENSIONS), cluster("h100-sxm")
     prices = Prices(model.dims, machines, model.config)
     ranking = search(
-        model.dims, machines, NUM_GPUS, SEQ_LEN, BATCH_TOKENS, config=model.config, prices=prices
+        model.dims, machines, NUM_GPUS, SEQ_LEN, BATCH_TOKENS, slack=1.02, prices=prices
     )
     explanation = explain(ranking, prices, deep=not small)
     return {

@@ -207,9 +207,10 @@ def _whole_model(task: Task) -> Reason:
     count = dims.parameters()
     each = state_bytes_per_parameter()
     state, has = each * count, device.memory_bytes
+    whole = f"{state / GIB:,.{0 if state > 10 * GIB else 1}f} GiB"
     text = (
-        f"{count / 1e9:,.1f} billion parameters with AdamW in mixed precision hold {each} bytes "
-        f"each: {state / GIB:,.0f} GiB, and one {device.name} has {has / GIB:.1f}. "
+        f"{count_text(count)} parameters with AdamW in mixed precision hold {each} bytes each: "
+        f"{whole}, and one {device.name} has {has / GIB:.1f}. "
     )
     if state < 0.7 * has:
         text += "The model fits on one, so nothing need be divided but the batch."
@@ -387,6 +388,13 @@ def _told(alternative: Alternative, best: Candidate) -> str:
     elif alternative.searched and alternative.best is None and not alone.broken:
         text += f" No layout with it that fits takes less than {WORTH_TELLING:g} times as long."
     return text
+
+
+def count_text(count: int) -> str:
+    """`8.0 billion`, `134.5 million`."""
+    if count >= 10**9:
+        return f"{count / 1e9:,.1f} billion"
+    return f"{count / 1e6:,.1f} million"
 
 
 def part_text(name: str) -> str:

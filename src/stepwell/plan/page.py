@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stepwell.plan import pictures
 from stepwell.plan.answer import Review, Searched, traffic_json, training
-from stepwell.plan.explain import change_text
+from stepwell.plan.explain import change_text, count_text
 from stepwell.plan.knobs import Knob
 from stepwell.plan.runs import short
 from stepwell.plan.search import Candidate
@@ -98,7 +98,7 @@ def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> d
     return {
         "title": f"{name} on {task.num_gpus:,} x {cluster.name}",
         "lead": (
-            f"{task.dims.parameters() / 1e9:,.1f} billion parameters; a step is {task.rows:,} rows "
+            f"{count_text(task.dims.parameters())} parameters; a step is {task.rows:,} rows "
             f"of {task.seq_len:,} tokens ({task.tokens:,}). Predicted, not measured."
         ),
         "figures": [
