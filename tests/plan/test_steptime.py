@@ -79,6 +79,8 @@ def test_the_bubble_of_even_stages_is_the_published_one():
     for asked, expected in (
         (plain, 3 / 64),
         (changed(plain, stages_per_rank=5, schedule="interleaved-1f1b"), 3 / 5 / 64),
+        (changed(plain, stages_per_rank=2, schedule="zbv"), 3 / 6 / 64),
+        (changed(plain, stages_per_rank=2, schedule="dualpipev"), 3 / 3 / 64),
     ):
         parts = predict_step(asked).parts
         bubble = parts.pop("bubble")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
+from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.coefficients import (
     POWER_LIMITED,
     SHIPPED,
@@ -299,8 +300,8 @@ def _ranks(work: Work, layout: Arrangement, rates: Rates):
 
 
 def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
-    """What the busiest rank waits: the other stages' time of one micro-batch, less with several
-    stages a rank (2104.04473, 2.2) or where backward passes are halved (2401.10241)."""
+    """What the busiest rank waits: the other stages' time of one micro-batch, and as much less with
+    the schedule as with even stages."""
     p = layout.pp
     if p == 1:
         return 0.0
@@ -308,9 +309,9 @@ def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
     mean = ((p - 1) * totals[0] + totals[-1]) / p
     others = p * mean - max(totals)
     waits = others * micro_batch_s / max(totals)
-    if layout.schedule == "interleaved-1f1b":
-        return waits / layout.stages_per_rank
-    return waits / 6 if layout.schedule in ("zbv", "dualpipev") else waits
+    m = layout.num_micro_batches
+    even = bubble_fraction(layout.schedule, p, m, layout.stages_per_rank)
+    return waits * even * m / (p - 1)
 
 
 def _offload(job: Job, micro_batch_s: float) -> float:
