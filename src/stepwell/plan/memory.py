@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields, replace
+from math import prod
 
 from stepwell.config import Run
 from stepwell.models.activations import Segment, at_block, held, seen_outside
@@ -17,6 +18,7 @@ from stepwell.plan.sizes import Sizes
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
+USUAL_MACHINE = 8  # accelerators, where the launcher has not said how many
 OFFLOAD_WINDOW = 16  # tensors on their way (parallel.offload)
 
 
@@ -271,7 +273,8 @@ def _copies(s: Sizes, in_use: int, casts: int, head: bool) -> int:
     num_blocks = min(in_use, s.num_blocks) if reshards else s.num_blocks
     copies = s.a * (num_blocks * s.block.gathered + s.root.gathered)
     if reshards and layout.reshard_after_forward == "node":
-        on_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // s.axes.tp)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", min(prod(s.axes), USUAL_MACHINE)))
+        on_node = max(1, local // s.axes.tp)
         copies += s.a * s.num_blocks * s.block.gathered // min(on_node, num_shards(s.run, s.axes))
     return copies
 
@@ -400,7 +403,7 @@ def _reduction(s: Sizes) -> MemoryItems:
         optimizer=optimizer,
         gradients=_gradients(s, s.num_blocks, root=False),
         working_copies=copies,
-        workspace=fresh + s.r * root,
+        workspace=fresh + s.r * (root + s.root.trained.shard),
     )
 
 

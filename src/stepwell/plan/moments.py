@@ -375,7 +375,7 @@ def _reduction(rank: Rank) -> Items:
     copies = a * rank.pieces.num_blocks * state.block_gathered if layout.pp > 1 else 0.0
     if layout.zero < 3 and rank.accumulates and not waits:
         copies = _copies(rank, 0, 0.0, head=False)
-    whole = fresh + master_bytes(layout) * state.root_whole
+    whole = fresh + master_bytes(layout) * state.root_whole + state.root_gradient
     return {
         **_resting(rank),
         "gradients": _gradients(rank, 1.0),
