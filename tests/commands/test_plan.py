@@ -120,6 +120,17 @@ def test_a_model_is_searched_and_explained(capsys, tmp_path):
     capsys.readouterr()
 
 
+def test_what_nobody_said_is_told(capsys):
+    words = ["--model", "smollm2-135m", "--gpus", "1", "--quick"]
+    _, out, _ = run(capsys, *words)
+    for part in ("h100-sxm in its usual", "rows of 8,192 tokens", "a batch of 4,194,304 tokens"):
+        assert f"assumed: {part}" in out
+    more = ["--gpu", "l4", "--seq-len", "1k", "--global-batch-tokens", "100000"]
+    _, out, _ = run(capsys, *words, *more)
+    assert "100,000 tokens a step are rounded to whole rows" in out
+    assert "98 rows of" in out
+
+
 def test_json_holds_the_layout(capsys):
     code, out, _ = run(capsys, *SMALL, "--quick", "--max-cp", "1", "--json", "--zero", "3")
     assert code == 0

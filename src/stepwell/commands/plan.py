@@ -103,6 +103,7 @@ def _model(asked: Asked, subject: Subject) -> int:
         batches=tuple(batches(ranking, prices)) if deep else (),
         knobs=tuple(knobs(prices, ranking.task, ranking.best.layout, subject.config)),
         training_tokens=asked.get("tokens"),
+        assumed=_assumed_of_model(asked, ranking.task),
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -115,6 +116,20 @@ def _model(asked: Asked, subject: Subject) -> int:
     if asked.get("dry-run"):
         return _dry_run(asked, subject.config, ranking.best)
     return 0
+
+
+def _assumed_of_model(asked: Asked, task: Task) -> tuple[str, ...]:
+    found = []
+    if "gpu" not in asked.given and "cluster" not in asked.given:
+        found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")
+    if "seq-len" not in asked.given:
+        found.append(f"rows of {task.seq_len:,} tokens (--seq-len)")
+    tokens = asked.get("global-batch-tokens")
+    if tokens is None:
+        found.append(f"a batch of {task.tokens:,} tokens (--global-batch-tokens)")
+    elif tokens != task.tokens:
+        found.append(f"{tokens:,} tokens a step are rounded to whole rows")
+    return tuple(found)
 
 
 def _nothing_fits(asked: Asked, ranking: Any) -> int:

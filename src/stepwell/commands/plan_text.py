@@ -21,6 +21,7 @@ from stepwell.plan.waterfall import CONVENTION, waterfall
 
 GIB = 2**30
 WIDTH = 100
+TOO_CLOSE = 1.02  # below what predictions can tell apart
 
 
 def show(what: RenderableType) -> None:
@@ -34,10 +35,15 @@ def searched(answer: Searched, most: int) -> Group:
     ranking, best = answer.ranking, answer.best
     parts: list[RenderableType] = [
         heading(ranking.task.dims, ranking.task),
+        *[note(f"assumed: {what}") for what in answer.assumed],
         *headline(best),
         "",
         layout_table(best),
     ]
+    close = [c for c in answer.explanation.runners_up if c.step_s < TOO_CLOSE * best.step_s]
+    if close:
+        names = "; ".join(short(c.layout) for c in close[:3])
+        parts.append(note(f"Within {100 * (TOO_CLOSE - 1):.0f} %, too close to call: {names}."))
     if ranking.offload:
         parts.append(
             note(f"Nothing fits without offload; {' and '.join(ranking.offload)} go to the host.")

@@ -21,7 +21,8 @@ from stepwell.plan.waterfall import CONVENTION, waterfall
 
 @dataclass(frozen=True)
 class Searched:
-    """batches: searches with other batches. training_tokens: of the whole training, if known."""
+    """batches: searches with other batches. training_tokens: of the whole training, if known.
+    assumed: what nobody said."""
 
     ranking: Ranking
     explanation: Explanation
@@ -29,6 +30,7 @@ class Searched:
     batches: tuple[Ranking, ...]
     knobs: tuple[Knob, ...]
     training_tokens: int | None = None
+    assumed: tuple[str, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -136,6 +138,7 @@ def as_json(searched: Searched, most: int) -> dict[str, Any]:
         "seq_len": task.seq_len,
         "global_batch_tokens": task.tokens,
         "pins": task.pins.given(),
+        "assumed": list(searched.assumed),
         **candidate_json(searched.best),
         "offload": list(ranking.offload),
         "search": {

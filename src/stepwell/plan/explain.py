@@ -378,7 +378,8 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         text = f"{label}: {alone.broken}"
         text += f"; it would take {price}." if price and alone.fits else "."
     elif not alone.fits:
-        text = f"{label} alone needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}."
+        margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
+        text = f"{label} alone needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
     else:
         text = f"{label} alone takes {price}."
     if alternative.best is not None and alternative.best.layout != alone.layout:
