@@ -65,7 +65,7 @@ def test_times_are_volumes_over_rates():
     )
     ddp, *_, three = many.rows
     assert ddp.scaleup_s == pytest.approx(4 * P * 63 / 64 / 450e9)
-    assert three.network_s == pytest.approx(6 * P * 63 / 64 / 50e9)
+    assert three.network_s == pytest.approx(6 * P * 63 / 64 / (8 * 50e9))  # eight cards
     half = zero_table(LLAMA_70B, H100, 64, efficiency=0.5)
     assert half.rows[0].network_s == pytest.approx(2 * ddp.network_s)
     assert zero_table(LLAMA_70B, H100, 1).rows[3].sent_bytes == 0

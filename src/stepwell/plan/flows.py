@@ -66,10 +66,15 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
         scaleup_s = num_bytes / machines.scaleup_bytes_per_s
         # Machines pass on inside what arrives from outside, as it arrives.
         return (0.0, network_s, hops) if network_s > scaleup_s else (scaleup_s, 0.0, hops)
-    network_rate = near * machines.network_bytes_per_s
-    if network_rate < machines.scaleup_bytes_per_s:
-        return 0.0, num_bytes / network_rate, hops
-    return num_bytes / machines.scaleup_bytes_per_s, 0.0, hops
+    rate = ring_rate(machines, near)
+    if rate < machines.scaleup_bytes_per_s:
+        return 0.0, num_bytes / rate, hops
+    return num_bytes / rate, 0.0, hops
+
+
+def ring_rate(machines: Cluster, near: int) -> float:
+    """Bytes a second of a rank in a ring through several machines, `near` of its ranks in each."""
+    return min(near * machines.network_bytes_per_s, machines.scaleup_bytes_per_s)
 
 
 def _scaleup_rate(machines: Cluster, num_ranks: int) -> float:

@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from stepwell.plan.cluster import Cluster
+from stepwell.plan.flows import ring_rate
 from stepwell.plan.job import Dims
 from stepwell.plan.memory import zero_bytes_per_parameter, zero_volume_in_parameters
 from stepwell.types import ConfigError
@@ -26,7 +27,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER = 2, 2, 12  # bytes a parameter
 class ZeroRow:
     """Bytes on a GPU; room: what is left for activations, negative if the state alone is too much.
     sent_bytes: of a GPU and step of one micro-batch, with gradients in bf16. *_s: what that takes
-    on the fast links of a machine, and on the network. fewest_gpus: from which number on the state
+    on the fast links of a machine, and between machines, whose network cards share it. fewest_gpus: from which number on the state
     fits, None: from none."""
 
     name: str
@@ -77,7 +78,7 @@ class ZeroTable:
                 "fits",
                 "sent",
                 "in machine",
-                "network",
+                "between",
             )
         ]
         for row in self.rows:
@@ -155,7 +156,7 @@ def zero_table(dims: Dims, cluster: Cluster, num_gpus: int, efficiency: float = 
                 room=room - total,
                 sent_bytes=sent,
                 scaleup_s=sent / (efficiency * cluster.scaleup_bytes_per_s),
-                network_s=sent / (efficiency * cluster.network_bytes_per_s),
+                network_s=sent / (efficiency * ring_rate(cluster, cluster.scaleup_gpus)),
                 fewest_gpus=fewest_gpus(stage, P, room),
             )
         )
