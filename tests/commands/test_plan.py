@@ -1,10 +1,12 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
 from stepwell.cli import main
+from stepwell.commands import plan_dry_run
 from stepwell.commands.plan_options import (
     BINARY,
     DECIMAL,
@@ -17,6 +19,7 @@ from stepwell.commands.plan_options import (
 )
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
+from stepwell.plan.dryrun import dry_run
 from stepwell.presets import preset
 from stepwell.types import ConfigError
 
@@ -208,6 +211,26 @@ def test_zero_table_and_methods(capsys):
     code, out, _ = run(capsys, "--model", "llama3-8b", "--gpus", "8", "--method", "qlora")
     assert code == 0
     assert "fits" in out
+
+
+def test_a_dry_run_counts_what_was_predicted():
+    planned = Run.parse(
+        {
+            "layout": {"compile": True, "dp_shard": 2},
+            "train": {"global_batch_rows": 4, "micro_batch_rows": 1},
+            "data": {"seq_len": 64},
+        }
+    )
+    found = dry_run(planned, 2)
+    text = plan_dry_run.lines(found, planned, 2)
+    counted, predicted = (
+        next(re.findall(r"([\d.]+) GiB", line) for line in text if word in line.split()[:3])
+        for word in ("counted", "predicted")
+    )
+    assert counted[:2] == predicted[:2]
+    calls = sum(one.calls for one in found.busiest.issued)
+    shown = sum(int(n) for line in text for n in re.findall(r"([\d,]+) calls", line))
+    assert shown == calls > 4
 
 
 def test_a_table_of_runs_is_scored(capsys, tmp_path):

@@ -23,11 +23,14 @@ def show(run: Run, world: int, as_json: bool) -> None:
 
 
 def lines(found: Any, run: Run, world: int) -> list[str]:
-    """A table by pipeline rank: counted, and predicted for the same rank."""
+    """A table by pipeline rank: counted, and predicted for the same rank, both eager: a dry run
+    does not compile."""
+    eager = run.layout.model_copy(update={"compile": False})
+    run = run.model_copy(update={"layout": eager})
     rows = [
         "",
         f"Dry run: one step of the real program on {found.world:,} fake ranks, "
-        f"{found.num_micro_batches} micro-batches",
+        f"{found.num_micro_batches} micro-batches, eager",
         f"  {'pipeline rank':<15}{'':<12}{'parameters':>12}{'optimiser':>12}{'peak':>12}",
     ]
     for rank in found.ranks:
@@ -41,7 +44,7 @@ def lines(found: Any, run: Run, world: int) -> list[str]:
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for one in busiest.issued:
         calls, sent = totals.get((one.group, one.kind), (0, 0.0))
-        totals[one.group, one.kind] = calls + 1, sent + one.wire_bytes
+        totals[one.group, one.kind] = calls + one.calls, sent + one.calls * one.wire_bytes
     for (axis, kind), (calls, sent) in totals.items():
         rows.append(f"    {axis:<14}{kind:<16}{calls:>8,} calls{sent / GIB:>12,.2f} GiB")
     return rows
