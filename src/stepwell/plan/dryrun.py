@@ -192,9 +192,15 @@ def dry_run(
     token's cross-entropy. num_micro_batches: instead of the run's own. layout.compile,
     layout.deterministic and the adapters that lora.init names are left out.
 
-    Raises ConfigError for an impossible layout and TrainingError among real ranks.
+    Raises ConfigError for an impossible layout and for optim.kind="adamw8bit", and TrainingError
+    among real ranks.
     """
     axes = axis_sizes(run.layout, world)
+    if run.optim.kind == "adamw8bit":
+        raise ConfigError(
+            "optim.kind='adamw8bit' steps in compiled code, which a dry run cannot look into; the "
+            "nearest that it can is 'adamw', and plan.memory's ledger knows both"
+        )
     run = _plain(run)
     chosen = distinct_ranks(run) if pp_ranks is None else list(pp_ranks)
     for pp_rank in chosen:
