@@ -42,7 +42,8 @@ def real_steps(runs, micro_batches):
 def assert_like_real_ranks(layouts, num_ranks, m=None):
     runs = [layout.run() for layout in layouts]
     dry = [dry_run(run, num_ranks, None, None, num_ranks, m) for run in runs]
-    ranks = run_ranks(real_steps, num_ranks, runs, [one.num_micro_batches for one in dry])
+    numbers = [one.num_micro_batches for one in dry]
+    ranks = run_ranks(real_steps, num_ranks, runs, numbers, timeout_s=500.0)
     for i, (layout, found) in enumerate(zip(layouts, dry, strict=True)):
         for fake in found.ranks:
             real = ranks[fake.rank][i]
