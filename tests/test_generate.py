@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 
 def pack(decoder: Decoder, dtype: torch.dtype) -> DecodeWeights:
-    return DecodeWeights.pack(decoder.cfg, decoder.state_dict(), dtype)
+    return DecodeWeights.pack(decoder.cfg, decoder.state_dict().items(), dtype)
 
 
 def some_requests(cfg: ModelConfig, count: int, seed: int = 0) -> list[Request]:

@@ -24,7 +24,7 @@ def main() -> None:
         for name, parameter in Decoder(model).named_parameters()
     }
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    weights = DecodeWeights.pack(model, state, dtype)
+    weights = DecodeWeights.pack(model, state.items(), dtype)
     del state
     prompts = [tuple(row["ids"]) for row in w.json_rows("prompts")[: w.PROMPTS]]
     sampling = Sampling(temperature=args.temperature, max_new_tokens=w.NEW_TOKENS)

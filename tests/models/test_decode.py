@@ -55,7 +55,7 @@ def full_logits(decoder: Decoder, tokens: torch.Tensor, dtype: torch.dtype) -> t
 
 def decoded_logits(decoder: Decoder, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """After 20 tokens at once, and each of the others."""
-    weights = DecodeWeights.pack(decoder.cfg, decoder.state_dict(), dtype)
+    weights = DecodeWeights.pack(decoder.cfg, decoder.state_dict().items(), dtype)
     rope, cache = weights.rope(64), KVCache.empty(weights, 8, 64)
     with torch.inference_mode():
         kv_LT, first = prefill(weights, rope, tokens[:20])
@@ -102,17 +102,21 @@ def test_pack_names_what_does_not_fit():
     state = random_decoder(cfg).state_dict()
     missing = {k: v for k, v in state.items() if k != "blocks.1.attn.wo.weight"}
     with pytest.raises(CheckpointError, match=r"blocks\.1\.attn\.wo\.weight' is missing"):
-        DecodeWeights.pack(cfg, missing, torch.float32)
+        DecodeWeights.pack(cfg, missing.items(), torch.float32)
     with pytest.raises(CheckpointError, match=r"'head\.weight' is not part"):
-        DecodeWeights.pack(cfg, state | {"head.weight": torch.ones(100, 48)}, torch.float32)
+        DecodeWeights.pack(
+            cfg, (state | {"head.weight": torch.ones(100, 48)}).items(), torch.float32
+        )
     with pytest.raises(CheckpointError, match=r"\(100, 47\)"):
-        DecodeWeights.pack(cfg, state | {"embed.weight": torch.ones(100, 47)}, torch.float32)
+        DecodeWeights.pack(
+            cfg, (state | {"embed.weight": torch.ones(100, 47)}).items(), torch.float32
+        )
 
 
 def test_packing_copies_so_later_training_does_not_reach_the_sampler():
     cfg = config()
     decoder = random_decoder(cfg)
-    weights = DecodeWeights.pack(cfg, decoder.state_dict(), torch.float32)
+    weights = DecodeWeights.pack(cfg, decoder.state_dict().items(), torch.float32)
     rope, tokens = weights.rope(32), torch.arange(5)
     with torch.inference_mode():
         before = prefill(weights, rope, tokens)[1]

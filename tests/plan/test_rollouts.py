@@ -53,7 +53,7 @@ def test_keys_and_values_by_hand():
 def test_the_engines_cache_and_weights_are_these():
     """In float32 here, so twice as much."""
     torch.manual_seed(0)
-    weights = DecodeWeights.pack(TINY, Decoder(TINY).state_dict(), torch.float32)
+    weights = DecodeWeights.pack(TINY, Decoder(TINY).state_dict().items(), torch.float32)
     dims = dims_of(TINY, "tiny")
     work = Workload(prompts=2, group_size=4, prompt_tokens=24, answer_tokens=40, slots=8)
     found = own_sampler(dims, work, H100, shares=1)

@@ -22,7 +22,7 @@ class SmallEngine:
 
     def generate(self, requests, sampling, tokenizer=None):
         decoder = random_decoder(config(vocab_size=self.vocab_size), self.seed)
-        weights = DecodeWeights.pack(decoder.cfg, decoder.state_dict(), torch.float32)
+        weights = DecodeWeights.pack(decoder.cfg, decoder.state_dict().items(), torch.float32)
         return sampler.generate(
             weights, requests, sampling, tokenizer=tokenizer, policy_version=self.version
         )

@@ -193,7 +193,7 @@ def decode_weights(model: Model, dtype: str) -> DecodeWeights:
     from stepwell.models.decode import DecodeWeights
 
     wanted = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return DecodeWeights.pack(model.cfg, dict(model.weights), wanted)
+    return DecodeWeights.pack(model.cfg, model.weights, wanted)
 
 
 def _open_hf(path: Path) -> Model:

@@ -11,8 +11,10 @@ don't change when q and k are permuted alike. Roundings fall where `transformer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,9 +75,13 @@ class DecodeWeights:
 
     @classmethod
     def pack(
-        cls, cfg: ModelConfig, state: Mapping[str, Tensor], dtype: torch.dtype
+        cls,
+        cfg: ModelConfig,
+        state: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype,
     ) -> DecodeWeights:
-        """From a decoder's full state dict (names of `transformer.AXES`), copied to `dtype`.
+        """From a decoder's full parameters by name (of `transformer.AXES`), copied to `dtype`. One
+        block is held at a time, if each block's come together.
 
         Raises CheckpointError for missing, surplus or misshapen parameters, ConfigError for a model
         that gives scores only.
@@ -85,22 +91,7 @@ class DecodeWeights:
                 f"model.head={cfg.head!r} gives scores, no next tokens, so there is nothing to "
                 "sample; take a language model (model.head='lm')"
             )
-        _check(cfg, state)
-        order = _pair_order(cfg)
-        with torch.inference_mode():
-            # Norms are rounded nowhere: they are few, and the decoder multiplies in float32.
-            embed_VD = state["embed.weight"].detach().to(dtype, copy=True)
-            head_VD = embed_VD if cfg.tied else state["head.weight"].detach()
-            return cls(
-                cfg=cfg,
-                embed_VD=embed_VD,
-                head_VD=pack_matrix(head_VD, dtype),
-                norm_D=upcast(state["norm.weight"].detach()).clone(),
-                layers=tuple(
-                    _pack_layer(cfg, state, f"blocks.{i}.", order, dtype)
-                    for i in range(cfg.num_layers)
-                ),
-            )
+        return cls(cfg, **_packed(cfg, state, dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -242,15 +233,55 @@ def _pair_order(cfg: ModelConfig) -> Tensor:
     return torch.arange(cfg.head_dim).view(2, -1).t().flatten()
 
 
+def _packed(
+    cfg: ModelConfig, pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The fields of DecodeWeights but cfg. A block is packed and let go when all of it is here."""
+    shapes, order = parameter_shapes(cfg), _pair_order(cfg)
+    missing, left = set(shapes), Counter(_block(name) for name in shapes)
+    blocks: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    layers: dict[int, LayerWeights] = {}
+    fields: dict[str, Any] = {}
+    for name, tensor in pairs:
+        _check(name, tensor, shapes)
+        missing.remove(name)
+        block = _block(name)
+        left[block] -= 1
+        with torch.inference_mode():
+            # Norms are rounded nowhere: they are few, and the decoder multiplies in float32.
+            if name == "embed.weight":
+                fields["embed_VD"] = tensor.detach().to(dtype, copy=True)
+            elif name == "norm.weight":
+                fields["norm_D"] = upcast(tensor.detach()).clone()
+            elif name == "head.weight":
+                fields["head_VD"] = pack_matrix(tensor.detach(), dtype)
+            elif block >= 0:
+                blocks[block][name] = tensor
+                if left[block] == 0:
+                    layers[block] = _pack_layer(cfg, blocks.pop(block), block, order, dtype)
+    if missing:
+        first = next(name for name in shapes if name in missing)
+        raise CheckpointError(f"parameter {first!r} is missing")
+    if cfg.tied:
+        with torch.inference_mode():
+            fields["head_VD"] = pack_matrix(fields["embed_VD"], dtype)
+    return {**fields, "layers": tuple(layers[i] for i in range(cfg.num_layers))}
+
+
+def _block(name: str) -> int:
+    """-1: what is around the blocks."""
+    return int(name.split(".")[1]) if name.startswith("blocks.") else -1
+
+
 def _pack_layer(
     cfg: ModelConfig,
     state: Mapping[str, Tensor],
-    prefix: str,
+    block: int,
     order: Tensor,
     dtype: torch.dtype,
 ) -> LayerWeights:
     def get(name: str) -> Tensor:
-        return state[prefix + name].detach()
+        return state[f"blocks.{block}.{name}"].detach()
 
     def paired(x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, cfg.head_dim))[:, order.to(x.device)].flatten(0, 1)
@@ -277,21 +308,14 @@ def _pack_layer(
     )
 
 
-def _check(cfg: ModelConfig, state: Mapping[str, Tensor]) -> None:
-    shapes = parameter_shapes(cfg)
-    for name, shape in shapes.items():
-        if name not in state:
-            raise CheckpointError(f"parameter {name!r} is missing{nearest(name, state)}")
-        if tuple(state[name].shape) != shape:
-            raise CheckpointError(
-                f"parameter {name!r} has shape {tuple(state[name].shape)}, but the configuration "
-                f"says {shape}"
-            )
-    for name in state:
-        if name not in shapes:
-            raise CheckpointError(
-                f"parameter {name!r} is not part of the model{nearest(name, shapes)}"
-            )
+def _check(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if name not in shapes:
+        raise CheckpointError(f"parameter {name!r} is not part of the model{nearest(name, shapes)}")
+    if tuple(tensor.shape) != shapes[name]:
+        raise CheckpointError(
+            f"parameter {name!r} has shape {tuple(tensor.shape)}, but the configuration says "
+            f"{shapes[name]}"
+        )
 
 
 def check_prompt(cfg: ModelConfig, prompt_ids: tuple[int, ...]) -> None:

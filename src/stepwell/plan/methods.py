@@ -52,9 +52,9 @@ NO_COPY = (
     "the engine, which packs a whole copy of the policy on every GPU before it samples, also for a "
     "server, would have to do without"
 )
-# Bytes a parameter while the weights of a new version are packed: the copy of before, and the
-# model's tensors as they are gathered (float32 masters; of adapters' base, bf16), beside the copy.
-OLD_COPY, GATHERED_TRAINED, GATHERED_FROZEN = 2, 4, 2
+# Bytes a parameter of the block at work while the weights of a new version are packed: its tensors
+# as they are gathered (float32 masters; of adapters' base, bf16).
+GATHERED_TRAINED, GATHERED_FROZEN = 4, 2
 
 
 @dataclass(frozen=True)
@@ -364,10 +364,9 @@ def _placed(
     parked = models["reference"].host if "reference" in models else 0
     phases = {"training": training.allocated + others + copy}
     if copy:
-        P = question.dims.parameters()
         live = training.layout.num_gpus == 1 and placement.adapters == "none"
         gathered = 0 if live else _gathered(training.layout)
-        phases["packing"] = resting + copy + (OLD_COPY + gathered) * P
+        phases["packing"] = resting + copy + gathered * _largest_part(question.dims)
     if samples:
         scores = parked + training.gathered
         phases["scoring"] = resting + copy + scores
@@ -559,6 +558,12 @@ def _times(
 def forward_s(step: StepTime) -> float:
     parts = step.parts
     return (step.total_s - parts.get("optimizer", 0.0) - parts.get("recomputation", 0.0)) / 3
+
+
+def _largest_part(dims: Dims) -> int:
+    """Parameters of a block, or of the embedding."""
+    ends = dims.embedding_parameters * (1 if dims.tied else 2)
+    return max((dims.parameters() - ends) // dims.num_layers, dims.embedding_parameters)
 
 
 def _gathered(layout: Arrangement) -> int:

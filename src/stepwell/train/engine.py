@@ -396,8 +396,9 @@ class Engine:
         """The weights as they are now, to sample from: a copy that training leaves alone. Every
         rank must call it together."""
         if self._snapshot is None or self._snapshot.version != self.updates:
-            live = dict(self._merged_tensors())  # packing copies
-            packed = DecodeWeights.pack(self.run.model, live, DTYPES[self.run.precision.compute])
+            self._snapshot = None  # the copy of before goes first, unless it is still sampled from
+            dtype = DTYPES[self.run.precision.compute]
+            packed = DecodeWeights.pack(self.run.model, self._merged_tensors(), dtype)
             self._snapshot = sampler.Snapshot(packed, self.updates)
         return self._snapshot
 

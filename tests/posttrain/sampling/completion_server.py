@@ -42,7 +42,7 @@ class Served:
             assert self.weights is not None
             cfg = read_hf_config(self.weights)
             weights = DecodeWeights.pack(
-                cfg, dict(load_hf(self.weights, parameter_shapes(cfg))), torch.float32
+                cfg, load_hf(self.weights, parameter_shapes(cfg)), torch.float32
             )
             self.snapshot = Snapshot(weights, self.snapshot.version + 1)
             return {}

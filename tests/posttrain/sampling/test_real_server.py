@@ -68,7 +68,7 @@ def url(exported, tmp_path_factory):
 def test_a_server_of_text_alone_is_refused_with_what_it_said(exported, url):
     """It takes no token ids and returns none, so nothing that it samples could be trained on."""
     cfg = read_hf_config(exported)
-    weights = DecodeWeights.pack(cfg, dict(load_hf(exported, parameter_shapes(cfg))), torch.float32)
+    weights = DecodeWeights.pack(cfg, load_hf(exported, parameter_shapes(cfg)), torch.float32)
     server = ServerSampler.connect(url, timeout_s=60)
     assert str(exported) in server.model
     with pytest.raises(ConfigError, match="can't be trained on") as refusal:

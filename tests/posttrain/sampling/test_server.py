@@ -38,7 +38,7 @@ from tests.runs import measured, words
 
 def snapshot(seed: int = 0) -> Snapshot:
     decoder = random_decoder(config(), seed)
-    return Snapshot(DecodeWeights.pack(decoder.cfg, decoder.state_dict(), torch.float32), 0)
+    return Snapshot(DecodeWeights.pack(decoder.cfg, decoder.state_dict().items(), torch.float32), 0)
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_run_puts_every_version_on_the_server(world):
 def test_a_server_that_keeps_its_weights_is_left_behind(world):
     decoder = dict(open_weights())
     cfg = Run.parse({}, runs.settings("grpo", "x", **{"method.kind": "grpo"})).model
-    weights = DecodeWeights.pack(cfg, decoder, torch.float32)
+    weights = DecodeWeights.pack(cfg, decoder.items(), torch.float32)
     with serving(Served(Snapshot(weights, 0))) as served:
         with pytest.raises(
             ConfigError, match="are of version 0, and the trainer's are of version 1"
