@@ -5,8 +5,8 @@ python benchmarks/plan_memory.py [table.csv]
 
 import sys
 
-from stepwell.plan.memory_validation import report
-from stepwell.plan.published import read_runs, shipped_table
+from stepwell.plan.calibration.memory import report
+from stepwell.plan.calibration.published import read_runs, shipped_table
 
 if __name__ == "__main__":
     table = sys.argv[1] if len(sys.argv) > 1 else shipped_table()

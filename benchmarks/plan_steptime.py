@@ -6,8 +6,8 @@ python benchmarks/plan_steptime.py [table.csv]    (about four minutes)
 
 import sys
 
-from stepwell.plan.calibrate import report
-from stepwell.plan.published import read_runs, shipped_table
+from stepwell.plan.calibration.fit import report
+from stepwell.plan.calibration.published import read_runs, shipped_table
 
 if __name__ == "__main__":
     table = sys.argv[1] if len(sys.argv) > 1 else shipped_table()

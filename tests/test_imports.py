@@ -42,8 +42,8 @@ WITHOUT_TORCH = [
     "launch.local",
     "launch.peers",
     "launch.slurm",
-    "plan.memory",
-    "plan.page",
+    "plan.memory.ledger",
+    "plan.explain.page",
     "hardware",
     "metrics",
 ]

@@ -12,9 +12,9 @@ from stepwell.config import Run
 from stepwell.curate.recipe import Recipe
 from stepwell.models.transformer import Decoder
 from stepwell.plan.cluster import cluster
-from stepwell.plan.footprint import fits, footprint
+from stepwell.plan.footprint.footprint import fits, footprint
 from stepwell.plan.job import job_of
-from stepwell.plan.memory import predict_memory
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.presets import preset
 
 QUICKSTART = 256 * 4096 + 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 704 + 2 * 256) + 256

@@ -15,7 +15,7 @@ from stepwell.config import Run
 from stepwell.models.flops import count_parameters
 from stepwell.models.lora_shapes import adapter_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
-from stepwell.plan.memory import predict_memory
+from stepwell.plan.memory.ledger import predict_memory
 
 # As in the text: a size, with its unit.
 SIZE = r"([\d,.]+) (KiB|MiB|GiB)"

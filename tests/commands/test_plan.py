@@ -19,7 +19,7 @@ from stepwell.commands.plan_options import (
 )
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
-from stepwell.plan.dryrun import dry_run
+from stepwell.plan.dryrun.dryrun import dry_run
 from stepwell.presets import preset
 from stepwell.types import ConfigError
 

@@ -3,8 +3,8 @@ import copy
 import pytest
 
 from stepwell.labs import bubble
-from stepwell.plan.bubble import simulate_schedule
-from stepwell.plan.schedule_actions import schedule_actions
+from stepwell.plan.pipeline.actions import schedule_actions
+from stepwell.plan.pipeline.bubble import simulate_schedule
 
 
 def test_ranks_take_at_least_the_time_that_is_foretold_and_do_the_same():

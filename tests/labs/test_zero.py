@@ -1,7 +1,7 @@
 import copy
 
 from stepwell.labs import zero
-from stepwell.plan.memory import zero_bytes_per_parameter
+from stepwell.plan.memory.ledger import zero_bytes_per_parameter
 
 
 def test_the_claim_holds_and_the_check_can_fail():

@@ -13,7 +13,7 @@ from stepwell.models.quantize import (
     quantise_nf4,
     quantising_error,
 )
-from stepwell.plan.memory import nf4_bytes_per_parameter
+from stepwell.plan.memory.ledger import nf4_bytes_per_parameter
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

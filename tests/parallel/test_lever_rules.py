@@ -8,7 +8,7 @@ from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.lever_rules import check_host, share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, check_run
-from stepwell.plan.memory import predict_memory
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.types import ConfigError
 
 ALONE = {"optim.release_gradients": True, "optim.clip_norm": 0.0, "guard.action": "none"}

@@ -19,7 +19,7 @@ from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.pipeline import Pipeline, full_shapes, pieces_of
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import bubble_fraction
-from stepwell.plan.schedule_actions import schedule_actions
+from stepwell.plan.pipeline.actions import schedule_actions
 from stepwell.train.engine import Engine
 from stepwell.train.heldout import heldout_loss
 from stepwell.train.losses import cross_entropy

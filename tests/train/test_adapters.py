@@ -17,7 +17,7 @@ from stepwell.models.peft import save_peft
 from stepwell.models.quantize import dequantise_nf4, quantise_nf4
 from stepwell.parallel.adapters import quantised_bytes
 from stepwell.parallel.init import normal_
-from stepwell.plan.memory import nf4_bytes_per_parameter
+from stepwell.plan.memory.ledger import nf4_bytes_per_parameter
 from stepwell.sections.methods import GRPO
 from stepwell.train.adapters import RECORD, resolve_adapter
 from stepwell.train.checkpoint import load_weights, read_state

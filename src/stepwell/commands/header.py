@@ -13,9 +13,9 @@ from stepwell.models.lora_shapes import trained_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
 from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.parallel.schedules import split_blocks
-from stepwell.plan.memory import MemoryLedger, predict_memory
-from stepwell.plan.models import ModelBytes, predict_models
-from stepwell.plan.shards import num_shards
+from stepwell.plan.memory.ledger import MemoryLedger, predict_memory
+from stepwell.plan.memory.models import ModelBytes, predict_models
+from stepwell.plan.memory.shards import num_shards
 from stepwell.sections.methods import DPO, RewardModel, SampledMethod
 from stepwell.train.curriculum import low_rate_warnings, shares_of
 

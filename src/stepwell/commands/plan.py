@@ -18,14 +18,14 @@ from stepwell.commands.ranks import fewest_ranks
 from stepwell.commands.training import find_recipe, with_weights
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
-from stepwell.plan.answer import Review, Searched, as_json, review_json
 from stepwell.plan.cluster import Cluster, cluster, read_cluster
 from stepwell.plan.dims import Subject, find_model
-from stepwell.plan.explain import explain
+from stepwell.plan.explain.answer import Review, Searched, as_json, review_json
+from stepwell.plan.explain.knobs import gap, knobs, measured_step_s, together
+from stepwell.plan.explain.reasons import explain
 from stepwell.plan.job import job_of
-from stepwell.plan.knobs import gap, knobs, measured_step_s, together
-from stepwell.plan.runs import run_of, values_of
-from stepwell.plan.search import (
+from stepwell.plan.search.runs import run_of, values_of
+from stepwell.plan.search.search import (
     Candidate,
     Prices,
     as_run,
@@ -35,7 +35,7 @@ from stepwell.plan.search import (
     pareto,
     search,
 )
-from stepwell.plan.space import Task
+from stepwell.plan.search.space import Task
 from stepwell.sections.methods import SampledMethod
 from stepwell.types import ConfigError, StepwellError
 
@@ -240,7 +240,7 @@ def _with_weights(run: Run) -> Run:
 
 def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     """With the ledger of the run itself."""
-    from stepwell.plan.memory import predict_memory
+    from stepwell.plan.memory.ledger import predict_memory
 
     return replace(candidate, exact=predict_memory(run, world))
 
@@ -264,7 +264,7 @@ def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
 
 
 def _zero_table(asked: Asked, subject: Subject) -> int:
-    from stepwell.plan.zero import zero_table
+    from stepwell.plan.methods.zero import zero_table
 
     table = zero_table(subject.dims, cluster_of(asked), asked.get("gpus", 8))
     print(json.dumps(table.as_json()) if asked.get("json") else "\n".join(table.lines()))
@@ -272,7 +272,7 @@ def _zero_table(asked: Asked, subject: Subject) -> int:
 
 
 def _validate(asked: Asked) -> int:
-    from stepwell.plan.validation import validate
+    from stepwell.plan.calibration.validation import validate
 
     found = validate(asked.given["validate"])
     print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
@@ -280,7 +280,7 @@ def _validate(asked: Asked) -> int:
 
 
 def _page(asked: Asked, answer: Searched | Review) -> None:
-    from stepwell.plan.page import write_page
+    from stepwell.plan.explain.page import write_page
 
     write_page(answer, Path(asked.given["html"]))
 
@@ -321,7 +321,7 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
 
 
 def _method(asked: Asked, subject: Subject) -> int:
-    from stepwell.plan.methods import plan_method
+    from stepwell.plan.methods.methods import plan_method
 
     method = asked.given["method"]
     if subject.config is None:
@@ -342,7 +342,7 @@ def _method(asked: Asked, subject: Subject) -> int:
 
 def usual_workload(method: str, given: dict[str, int]) -> Any:
     """The method's usual work with the values that were given."""
-    from stepwell.plan.rollouts import Workload
+    from stepwell.plan.methods.rollouts import Workload
 
     usual = {"prompts": 512, "group_size": 1} if method == "ppo" else {}
     return Workload(**{**usual, **given})

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.plan.memory import predict_rank
+from stepwell.plan.memory.ledger import predict_rank
 
 GIB = 2**30
 
 
 def show(run: Run, world: int, as_json: bool) -> None:
     """One step on fake ranks; imports torch. Raises ConfigError for an impossible layout."""
-    from stepwell.plan.dryrun import dry_run
+    from stepwell.plan.dryrun.dryrun import dry_run
 
     found = dry_run(run, world)
     if as_json:

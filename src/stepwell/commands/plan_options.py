@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from stepwell.hardware import GIB
 from stepwell.plan.dims import EXPERT_KEYS, PLANNED
-from stepwell.plan.space import Pins
+from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError, nearest
 

@@ -10,14 +10,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.plan.answer import Review, Searched, memory_items, traffic_json, training
-from stepwell.plan.explain import change_text, count_text, part_text, recompute_text, zero_text
+from stepwell.plan.explain.answer import Review, Searched, memory_items, traffic_json, training
+from stepwell.plan.explain.knobs import Gap, Knob
+from stepwell.plan.explain.reasons import (
+    change_text,
+    count_text,
+    part_text,
+    recompute_text,
+    zero_text,
+)
 from stepwell.plan.job import Dims
-from stepwell.plan.knobs import Gap, Knob
-from stepwell.plan.runs import data_text, offloaded, short
-from stepwell.plan.search import Candidate
-from stepwell.plan.space import REASONS, Task
-from stepwell.plan.waterfall import CONVENTION, waterfall
+from stepwell.plan.search.runs import data_text, offloaded, short
+from stepwell.plan.search.search import Candidate
+from stepwell.plan.search.space import REASONS, Task
+from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 
 GIB = 2**30
 WIDTH = 100

@@ -20,7 +20,7 @@ from stepwell.diagnose import charts
 from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes
 from stepwell.files import write_text
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
-from stepwell.plan.memory import predict_memory
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.types import DataError, StepwellError
 
 MAX_EVENTS = 100

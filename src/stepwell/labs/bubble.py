@@ -2,8 +2,8 @@
 
 Torch's schedules run as the engine runs them, with real messages between real gloo ranks, on stages
 that take a known time: each pass sleeps. Every pass writes down when it began and ended, so idle
-time is measured, and can be held against the formulas and against `plan/bubble`, which simulates
-the same order of actions. p ranks, v stages a rank, m micro-batches.
+time is measured, and can be held against the formulas and against `plan/pipeline/bubble`, which
+simulates the same order of actions. p ranks, v stages a rank, m micro-batches.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.distributed.pipelining import PipelineStage
 
 from stepwell.parallel.pipeline import SCHEDULES
 from stepwell.parallel.schedules import stages_of_rank
-from stepwell.plan.bubble import (
+from stepwell.plan.pipeline.actions import Action, schedule_actions
+from stepwell.plan.pipeline.bubble import (
     Costs,
     Event,
     Timeline,
     bubble_share,
     simulate_schedule,
 )
-from stepwell.plan.schedule_actions import Action, schedule_actions
 from stepwell.ranks import run_ranks
 from stepwell.sections.layout import LayoutConfig
 

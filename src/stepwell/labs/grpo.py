@@ -27,7 +27,7 @@ from stepwell.hardware import measure_peak_allocated
 from stepwell.labs import sums
 from stepwell.labs.seeds import interval, quiet
 from stepwell.metrics import read_metrics
-from stepwell.plan.models import predict_models
+from stepwell.plan.memory.models import predict_models
 from stepwell.posttrain.answers import Answer, answers_of
 from stepwell.posttrain.grpo import grpo
 from stepwell.posttrain.policy.batch import minibatches, with_advantages

@@ -14,11 +14,11 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from stepwell.labs import bubble
-from stepwell.plan.answer import candidate_json
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
-from stepwell.plan.explain import Explanation, explain
-from stepwell.plan.search import Prices, Ranking, search
+from stepwell.plan.explain.answer import candidate_json
+from stepwell.plan.explain.reasons import Explanation, explain
+from stepwell.plan.search.search import Prices, Ranking, search
 
 CLAIM = (
     "Of a 400B model's layout on 1,024 H100s, each axis is where it is because its neighbours do "

@@ -22,7 +22,7 @@ from stepwell.labs.letters import MAX_TOKENS, NUM_PROMPTS, TOKENIZER_OF_LETTERS,
 from stepwell.labs.seeds import interval, quiet
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import parameter_shapes
-from stepwell.plan.models import predict_models
+from stepwell.plan.memory.models import predict_models
 from stepwell.posttrain.ppo.placement import other_models
 from stepwell.posttrain.ppo.ppo import ppo
 from stepwell.sections.rewards import RewardTerm

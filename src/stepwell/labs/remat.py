@@ -21,7 +21,7 @@ from stepwell.models.activations import block_bytes
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.remat import dtype_bytes, recomputed
 from stepwell.parallel.rules import AxisSizes
-from stepwell.plan.memory import predict_memory
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
 

@@ -19,7 +19,7 @@ from stepwell.data.batch import Batch, padding
 from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.traffic import Collective, count_collectives
-from stepwell.plan.memory import zero_bytes_per_parameter, zero_volume_in_parameters
+from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
 from stepwell.ranks import run_ranks
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, cross_entropy

@@ -2,7 +2,7 @@
 
 Rates of links are the vendors' figures per accelerator and direction, as collected in Stas Bekman's
 "Machine Learning Engineering" (network, compute/accelerator); what a program gets of them is the
-step's affair (`plan/steptime`).
+step's affair (`plan/steptime/step`).
 """
 
 from __future__ import annotations

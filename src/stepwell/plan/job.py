@@ -2,7 +2,7 @@
 torch.
 
 A run of ours becomes a `Job` (`job_of`), and so does a run that somebody else has published
-(`plan/published`), with what other programs do differently: the model's kind, where the masters
+(`plan/calibration`), with what other programs do differently: the model's kind, where the masters
 are, whether attention writes its scores to memory.
 """
 

@@ -334,7 +334,7 @@ def memory_result(run: Run) -> dict[str, Any]:
     from stepwell.data.loader import pretrain_stream
     from stepwell.data.store import TokenStore
     from stepwell.hardware import live_tensor_bytes, measure_peak_allocated
-    from stepwell.plan.memory import predict_memory
+    from stepwell.plan.memory.ledger import predict_memory
     from stepwell.train.engine import Engine
     from stepwell.train.losses import cross_entropy
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepwell.config import Run
-from stepwell.plan.models import predict_models
+from stepwell.plan.memory.models import predict_models
 from stepwell.posttrain.ppo.critic import critic_run
 from stepwell.posttrain.ppo.placement import (
     check_reference,

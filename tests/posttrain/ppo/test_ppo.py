@@ -14,7 +14,7 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.transformer import ForwardOptions, TokenOutputs
-from stepwell.plan.models import predict_models
+from stepwell.plan.memory.models import predict_models
 from stepwell.posttrain.answers import Answer, packed
 from stepwell.posttrain.policy.batch import scored
 from stepwell.posttrain.policy.gae import gae

@@ -15,7 +15,7 @@ from stepwell.data.batch import Batch
 from stepwell.hardware import live_tensor_bytes
 from stepwell.models.lora import LoraLinear
 from stepwell.parallel.mesh import Mesh
-from stepwell.plan.models import ModelBytes
+from stepwell.plan.memory.models import ModelBytes
 from stepwell.posttrain.ppo.critic import critic_run
 from stepwell.posttrain.preference.scored_references import with_adapters
 from stepwell.posttrain.reward_model.model import reward_folder

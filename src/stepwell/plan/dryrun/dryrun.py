@@ -1,0 +1,331 @@
+"""A step of the real program on ranks that are not there: the model, the engine and the optimiser
+as they are, under fake tensors and a fake process group (`plan/dryrun/fakes`), watched from below
+(`plan/dryrun/watch`).
+
+What is counted is what the program itself holds and sends: parameters, gradients, optimiser state,
+activations and every collective. What only a device has is not: its allocator's fragmentation, its
+context, NCCL's buffers, the workspace of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from stepwell.config import Run
+from stepwell.data.batch import Batch
+from stepwell.hardware import GIB
+from stepwell.parallel.adapters import quantised_bytes
+from stepwell.parallel.init import local_part
+from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.rules import axis_sizes
+from stepwell.parallel.schedules import next_micro_batches, num_stages, rank_of_stage
+from stepwell.plan.comms.collectives import Sent
+from stepwell.plan.dryrun.fakes import Answers, fake_device, fake_ranks
+from stepwell.plan.dryrun.watch import Issued, Watch, watching
+from stepwell.plan.memory.ledger import MemoryLedger
+from stepwell.train.engine import Engine
+from stepwell.train.losses import Loss, LossSums, cross_entropy, masked_sum, token_count
+from stepwell.types import ConfigError
+
+FEW_BYTES = 256  # of messages that are left out where traffic is compared
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's step. parameters, gradients (when the step begins), optimizer: bytes of state.
+    gathered, activations: when the first backward pass begins, weights that FSDP2 has handed out
+    and all else that is held by then. peaks: the most that is held in each phase, state included.
+    issued: collectives; `group` is the axis."""
+
+    rank: int
+    pp_rank: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    peaks: dict[str, int]
+    issued: list[Issued] = field(default_factory=list)
+    wall_s: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values())
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """ranks: one of each kind of pipeline rank, those with the same stages being alike."""
+
+    world: int
+    num_micro_batches: int
+    ranks: list[Counted]
+
+    @property
+    def busiest(self) -> Counted:
+        """The rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    def against(
+        self, ledgers: Mapping[int, MemoryLedger], sent: Mapping[int, Sequence[Sent]]
+    ) -> list[Difference]:
+        """What was predicted of each rank of the pipeline (`predict_rank`, for an accelerator;
+        `collectives`), beside what was counted."""
+        rows = []
+        for rank in self.ranks:
+            if rank.pp_rank in ledgers:
+                rows += _of_memory(rank, ledgers[rank.pp_rank])
+            if rank.pp_rank in sent:
+                rows += _of_traffic(rank, sent[rank.pp_rank], self.world)
+        return rows
+
+    def lines(self) -> list[str]:
+        """For people: memory of each rank, then what the busiest sends, by axis and kind."""
+        names = ("parameters", "gradients", "optimizer", "gathered", "activations", "peak")
+        rows = [
+            f"dry run on {self.world} ranks, {self.num_micro_batches} micro-batches; GiB a rank",
+            f"{'pipeline rank':<14}" + "".join(f"{name:>13}" for name in names),
+        ]
+        for rank in self.ranks:
+            sizes = (*(getattr(rank, name) for name in names[:-1]), rank.peak_bytes)
+            rows.append(f"{rank.pp_rank:<14}" + "".join(f"{n / GIB:>13.3f}" for n in sizes))
+        rows.append(f"{'axis':<14}{'collective':<16}{'ranks':>7}{'calls':>9}{'GiB sent':>12}")
+        for (axis, kind, num_ranks), (calls, wire) in _sums(self.busiest.issued).items():
+            rows.append(f"{axis:<14}{kind:<16}{num_ranks:>7}{calls:>9}{wire / GIB:>12.3f}")
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        ranks = [
+            {
+                **{k: v for k, v in asdict(rank).items() if k != "issued"},
+                "peak_bytes": rank.peak_bytes,
+                "collectives": [
+                    {"axis": x.group, **{k: v for k, v in x._asdict().items() if k != "group"}}
+                    for x in rank.issued
+                ],
+            }
+            for rank in self.ranks
+        ]
+        return {
+            "world": self.world,
+            "num_micro_batches": self.num_micro_batches,
+            "ranks": ranks,
+        }
+
+
+class Difference(NamedTuple):
+    """Bytes of one item of a rank, as predicted and as counted."""
+
+    pp_rank: int
+    item: str
+    predicted: float
+    counted: float
+
+    @property
+    def relative(self) -> float:
+        """predicted / counted - 1; infinite where only one of them is nothing."""
+        if self.counted:
+            return self.predicted / self.counted - 1
+        return 0.0 if not self.predicted else math.inf
+
+
+def _of_memory(rank: Counted, ledger: MemoryLedger) -> list[Difference]:
+    forward, optimizer = ledger.phases["forward"], ledger.phases["optimizer"]
+    pairs = {
+        "parameters": (optimizer.parameters, rank.parameters),
+        "gradients": (ledger.gradient_bytes, rank.gradients),
+        "optimizer": (optimizer.optimizer, rank.optimizer),
+        "activations": (forward.activations + forward.logits, rank.activations),
+        "peak": (ledger.peak_bytes, rank.peak_bytes),
+    }
+    return [Difference(rank.pp_rank, item, *pair) for item, pair in pairs.items()]
+
+
+def _of_traffic(rank: Counted, sent: Sequence[Sent], world: int) -> list[Difference]:
+    """By axis and kind, as bytes on the wire. Messages of a few bytes, by which the program agrees
+    on shapes, counts and norms, are left out."""
+    predicted = _on_wire(((one.axis, one) for one in sent), world)
+    counted = _on_wire(((one.group, one) for one in rank.issued), world)
+    names = sorted(predicted.keys() | counted.keys())
+    rows = [Difference(rank.pp_rank, name, predicted[name], counted[name]) for name in names]
+    return [row for row in rows if row.predicted or row.counted]
+
+
+def _on_wire(found: Iterable[tuple[str, Sent | Issued]], world: int) -> defaultdict[str, float]:
+    table: defaultdict[str, float] = defaultdict(float)
+    for axis, one in found:
+        if one.num_bytes > FEW_BYTES:
+            name = "world" if one.num_ranks == world else axis
+            table[f"{name} {one.kind}"] += one.calls * one.wire_bytes
+    return table
+
+
+def _sums(issued: Iterable[Issued]) -> dict[tuple[str, str, int], tuple[int, float]]:
+    table: dict[tuple[str, str, int], tuple[int, float]] = {}
+    for one in issued:
+        key = (one.group, one.kind, one.num_ranks)
+        calls, wire = table.get(key, (0, 0.0))
+        table[key] = (calls + one.calls, wire + one.calls * one.wire_bytes)
+    return table
+
+
+def dry_run(
+    run: Run,
+    world: int,
+    pp_ranks: Sequence[int] | None = None,
+    loss: Loss | None = None,
+    gpus_per_node: int = 8,
+    num_micro_batches: int | None = None,
+) -> DryRun:
+    """One step of `run` on `world` ranks, with full rows and a loss on every token.
+
+    pp_ranks: which ranks of the pipeline (by default one of each kind). loss: by default the next
+    token's cross-entropy. num_micro_batches: instead of the run's own. layout.compile,
+    layout.deterministic and the adapters that lora.init names are left out.
+
+    Raises ConfigError for an impossible layout and for optim.kind="adamw8bit", and TrainingError
+    among real ranks.
+    """
+    axes = axis_sizes(run.layout, world)
+    if run.optim.kind == "adamw8bit":
+        raise ConfigError(
+            "optim.kind='adamw8bit' steps in compiled code, which a dry run cannot look into; the "
+            "nearest that it can is 'adamw', and plan.memory's ledger knows both"
+        )
+    run = _plain(run)
+    chosen = distinct_ranks(run) if pp_ranks is None else list(pp_ranks)
+    for pp_rank in chosen:
+        if not 0 <= pp_rank < axes.pp:
+            raise ConfigError(
+                f"pp_ranks has {pp_rank}, which is not among the {axes.pp} ranks of the pipeline; "
+                f"the nearest is {min(max(pp_rank, 0), axes.pp - 1)}"
+            )
+    wanted = num_micro_batches or -(-rows_of_rank(run, axes) // run.train.micro_batch_rows)
+    m = next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
+    loss = loss or stand_in(run)
+    answers, found = Answers(), []
+    # The rank with the outputs first: it tells the others of them.
+    has_last = rank_of_stage(num_stages(run.layout) - 1, run.layout)
+    for pp_rank in sorted(chosen, key=lambda rank: rank != has_last):
+        rank = pp_rank * (world // axes.pp)
+        answers.listen()
+        with fake_ranks(run.layout, world, rank, gpus_per_node) as mesh, fake_device(answers):
+            batch = full_rows(run, m * run.train.micro_batch_rows)
+            found.append(count_step(run, mesh, batch, loss))
+    return DryRun(world, m, sorted(found, key=lambda rank: rank.pp_rank))
+
+
+def _plain(run: Run) -> Run:
+    layout = run.layout.model_copy(update={"compile": False, "deterministic": False})
+    lora = run.lora.model_copy(update={"init": None})
+    return run.model_copy(update={"layout": layout, "lora": lora})
+
+
+def rows_of_rank(run: Run, axes: Any) -> int:
+    return -(-run.train.global_batch_rows // (axes.dp_replicate * axes.dp_shard))
+
+
+def distinct_ranks(run: Run) -> list[int]:
+    """Of pipeline ranks that hold alike stages and wait alike, the first; always the last rank."""
+    layout = run.layout
+    return list(range(layout.pp)) if layout.pp <= 2 else [0, 1, layout.pp - 1]
+
+
+def full_rows(run: Run, num_rows: int) -> Batch:
+    """Rows of one document each, every token with a loss."""
+    T = run.data.seq_len
+    tokens_BT = torch.zeros(num_rows, T, dtype=torch.int64)
+    return Batch(
+        tokens_BT=tokens_BT,
+        targets_BT=tokens_BT,
+        weights_BT=torch.ones(num_rows, T),
+        positions_BT=torch.arange(T).repeat(num_rows, 1),
+        docs_BT=torch.zeros(num_rows, T, dtype=torch.int32),
+        sample_ids=tuple(range(num_rows)),
+    )
+
+
+def stand_in(run: Run) -> Loss:
+    """The run's cross-entropy; of a model without a head for words, the sum of its scores."""
+    if run.model.has_lm_head:
+        return cross_entropy(run.loss)
+
+    def fn(outputs: Any, batch: Batch) -> LossSums:
+        return LossSums({"tokens": masked_sum(outputs.scores_BTC[..., 0], batch.weights_BT)}, {})
+
+    return Loss(frozenset({"scores"}), token_count, fn)
+
+
+def count_step(run: Run, mesh: Mesh, batch: Batch, loss: Loss) -> Counted:
+    """A whole step of this rank, counted: the same on real ranks and on fake ones."""
+    began = time.perf_counter()
+    engine = Engine(run, mesh=mesh)
+    state = [x for x in engine.optimizer.state_dict().values() if x.dim()]
+    parameters = [p for piece in engine.pieces for p in piece.parameters()]
+    watch = Watch(lambda: gathered_weights(engine))
+    watch.hold([*parameters, *state])
+    resting = watch.live
+    with watching(watch):
+        engine.forward_backward(batch, loss)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradient_bytes = bytes_of(gradients)
+        del gradients
+        watch.stepping = True
+        engine.optim_step()
+    moment = watch.after_forward
+    assert moment is not None, "no backward pass began"
+    four_bits, _ = quantised_bytes(engine.pieces)
+    return Counted(
+        rank=mesh.rank,
+        pp_rank=mesh.place.pp,
+        parameters=bytes_of(parameters) + four_bits,
+        gradients=gradient_bytes,
+        optimizer=bytes_of(state),
+        gathered=moment.gathered,
+        activations=moment.live - moment.gathered - resting,
+        peaks={phase: peak + four_bits for phase, peak in watch.peaks.items()},
+        issued=by_axis(watch.issued, mesh),
+        wall_s=time.perf_counter() - began,
+    )
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of the storages behind them on this rank, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        storage = local_part(tensor).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def gathered_weights(engine: Engine) -> Iterator[Tensor]:
+    """What FSDP2 hands out, whether it is there now or not."""
+    for module in (module for piece in engine.pieces for module in piece.modules()):
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group is not None else ():
+                yield from getattr(parameter, "all_gather_outputs", ())
+
+
+def by_axis(issued: Iterable[Issued], mesh: Mesh) -> list[Issued]:
+    """With the axis in place of the group's name. Neighbours among whom weights are kept are of
+    dp_shard; an axis that has all ranks is the world."""
+    names = {"": "world"}
+    if mesh.cp_group is not None:
+        names[mesh.cp_group.group_name] = "cp"
+    if mesh.device_mesh is not None:
+        for axis in mesh.device_mesh.mesh_dim_names or ():
+            group = mesh.device_mesh.get_group(axis)
+            names[group.group_name] = "dp_shard" if axis == "fsdp" else axis
+    if torch.distributed.group.WORLD is not None:
+        names[torch.distributed.group.WORLD.group_name] = "world"
+    return [x._replace(group=names.get(x.group, "dp_shard")) for x in issued]

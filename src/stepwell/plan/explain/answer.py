@@ -1,0 +1,258 @@
+"""What a plan says, as values and as JSON with stable keys: those of `metrics.jsonl` where a run
+measures the same. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stepwell.config import Run
+from stepwell.plan.comms.collectives import collectives, totals
+from stepwell.plan.explain.knobs import Gap, Knob
+from stepwell.plan.explain.reasons import Alternative, Explanation
+from stepwell.plan.memory.host import HostMemory, host_memory
+from stepwell.plan.search.runs import settings_of, short
+from stepwell.plan.search.search import Candidate, Ranking
+from stepwell.plan.search.space import REASONS, Task
+from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
+
+
+@dataclass(frozen=True)
+class Searched:
+    """batches: searches with other batches. training_tokens: of the whole training, if known.
+    assumed: what nobody said."""
+
+    ranking: Ranking
+    explanation: Explanation
+    pareto: tuple[Candidate, ...]
+    batches: tuple[Ranking, ...]
+    knobs: tuple[Knob, ...]
+    training_tokens: int | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranking.best
+
+
+@dataclass(frozen=True)
+class Review:
+    """A run as it is configured. together: knobs one after the other. fastest: the best layout that
+    a search finds for the same model, batch and GPUs. assumed: what nobody said."""
+
+    run: Run
+    task: Task
+    candidate: Candidate
+    knobs: tuple[Knob, ...]
+    together: tuple[Knob, ...]
+    fastest: Candidate | None
+    gap: Gap | None
+    assumed: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return self.candidate.headroom_bytes >= 0
+
+    @property
+    def host(self) -> HostMemory:
+        return host_memory(self.run, self.task.num_gpus, self.task.cluster)
+
+
+def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
+    """The layout and its numbers; full: with what they are made of."""
+    layout, step = found.layout, found.step
+    values: dict[str, Any] = {
+        "layout": layout_json(found),
+        "text": short(layout),
+        "fits": found.headroom_bytes >= 0,
+        "memory/peak_bytes": round(found.peak_bytes),
+        "memory/headroom_bytes": round(found.headroom_bytes),
+        "time/step_s": step.total_s,
+        "comm/exposed_s": step.exposed_s,
+        "bubble_share": step.bubble_share,
+        "mfu": step.mfu,
+        "hfu": step.hfu,
+        "speed/tokens_per_s": found.tokens_per_s,
+        "speed/tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
+        "runnable": not found.not_in_engine,
+    }
+    if found.not_in_engine:
+        values["not_in_engine"] = found.not_in_engine
+    if full:
+        values |= {
+            "memory/items": {k: round(n) for k, n in memory_items(found).items()},
+            "memory/host": {k: round(n) for k, n in found.memory.host.items()},
+            "memory/phase": found.exact.phase if found.exact else found.memory.phase,
+            "time/parts": step.parts,
+            "waterfall": [loss._asdict() for loss in waterfall(step)],
+            "mfu_convention": CONVENTION,
+            "traffic": traffic_json(found),
+        }
+        if not found.not_in_engine:
+            values["settings"] = settings_of(layout)
+    return values
+
+
+def layout_json(found: Candidate) -> dict[str, Any]:
+    layout = found.layout
+    keys = (
+        *("tp", "cp", "pp", "ep", "dp_replicate", "dp_shard", "zero", "reshard", "schedule"),
+        *("stages_per_rank", "micro_batch_rows", "num_micro_batches", "global_batch_rows"),
+        *("seq_len", "recompute", "precision", "recipe", "compiled", "num_gpus"),
+        *("offload_optimizer", "offload_parameters", "offload_activations"),
+    )
+    return {key: getattr(layout, key) for key in keys}
+
+
+def memory_items(found: Candidate) -> dict[str, float]:
+    """Bytes of a GPU by what holds them, which add up to the peak."""
+    items = dict(found.memory.items) if found.exact is None else dict(found.exact.items.named())
+    items = {name: n for name, n in items.items() if n}
+    held = found.memory
+    return {
+        **items,
+        "fragmentation": held.fragmentation,
+        "driver and libraries": held.context,
+        "communicators": held.communicators,
+    }
+
+
+def traffic_json(found: Candidate) -> list[dict[str, Any]]:
+    """By axis and link, of the rank that sends the most, in one step."""
+    sent = totals(collectives(found.job), found.job.cluster)
+    return [
+        {"axis": axis, "link": link, "calls": total.calls, "wire_bytes": round(total.wire_bytes)}
+        for (axis, link), total in sent.items()
+    ]
+
+
+def as_json(searched: Searched, most: int) -> dict[str, Any]:
+    ranking, explanation = searched.ranking, searched.explanation
+    task = ranking.task
+    values = {
+        "model": asdict(task.dims) | {"parameters": task.dims.parameters()},
+        "cluster": asdict(task.cluster),
+        "num_gpus": task.num_gpus,
+        "seq_len": task.seq_len,
+        "global_batch_tokens": task.tokens,
+        "pins": task.pins.given(),
+        "assumed": list(searched.assumed),
+        **candidate_json(searched.best),
+        "offload": list(ranking.offload),
+        "search": {
+            "meshes": ranking.num_meshes,
+            "layouts": ranking.num_layouts,
+            "timed": ranking.num_timed,
+            "seconds": ranking.seconds,
+            "refused_meshes": refused_json(ranking.refused_meshes),
+            "refused": refused_json(ranking.refused),
+        },
+        "reasons": [
+            {
+                "axis": reason.axis,
+                "question": reason.question,
+                "value": reason.value,
+                "text": reason.text,
+                "alternatives": [_alternative(a) for a in reason.alternatives],
+            }
+            for reason in explanation.reasons
+        ],
+        "binding": explanation.binding.name,
+        "reliefs": [
+            {
+                "without": relief.name,
+                "time/step_s": relief.step_s,
+                "text": short(relief.layout) if relief.layout else None,
+            }
+            for relief in explanation.reliefs
+        ],
+        "scenarios": [
+            {
+                "name": s.name,
+                "time_per_token": None if math.isinf(s.per_token) else s.per_token,
+                "changes": s.changes,
+                "best": candidate_json(s.best, full=False) if s.best else None,
+            }
+            for s in explanation.scenarios
+        ],
+        "runners_up": [candidate_json(c, full=False) for c in explanation.runners_up[:most]],
+        "ranked": [candidate_json(c, full=False) for c in ranking.found[:most]],
+        "pareto": [candidate_json(c, full=False) for c in searched.pareto],
+        "batches": [
+            candidate_json(other.found[0], full=False) for other in searched.batches if other.found
+        ],
+        "knobs": knobs_json(searched.knobs),
+    }
+    if searched.training_tokens:
+        values["training"] = training(searched.best, searched.training_tokens)
+    return values
+
+
+def refused_json(refused: Any) -> dict[str, Any]:
+    return {name: {"count": n, "rule": REASONS[name]} for name, n in refused.most_common()}
+
+
+def _alternative(alternative: Alternative) -> dict[str, Any]:
+    alone, best = alternative.alone, alternative.best
+    return {
+        "value": alternative.label,
+        "fits": alone.fits,
+        "broken": alone.broken or None,
+        "memory/peak_bytes": round(alone.peak_bytes) if alone.step else None,
+        "time/step_s": alone.step_s if alone.step else None,
+        "best": candidate_json(best, full=False) if best else None,
+    }
+
+
+def knobs_json(knobs: Sequence[Knob]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": knob.name,
+            "setting": knob.setting,
+            "gain": knob.gain,
+            "time/step_s": knob.changed.step_s,
+            "memory/peak_bytes": round(knob.changed.peak_bytes),
+            "works": knob.works,
+            "refused": knob.changed.broken or knob.refused or None,
+            "alters": knob.alters or None,
+        }
+        for knob in knobs
+    ]
+
+
+def training(best: Candidate, tokens: int) -> dict[str, float]:
+    """The whole training at the predicted speed, with nothing lost to restarts."""
+    seconds = tokens / best.tokens_per_s
+    return {
+        "tokens": tokens,
+        "steps": math.ceil(tokens / best.layout.global_batch_tokens),
+        "days": seconds / 86400,
+        "gpu_hours": seconds / 3600 * best.layout.num_gpus,
+    }
+
+
+def review_json(review: Review) -> dict[str, Any]:
+    task, host = review.task, review.host
+    values = {
+        "name": review.run.name,
+        "method": review.run.method.kind,
+        "model": asdict(task.dims) | {"parameters": task.dims.parameters()},
+        "cluster": asdict(task.cluster),
+        "num_gpus": task.num_gpus,
+        "global_batch_tokens": task.tokens,
+        "assumed": list(review.assumed),
+        **candidate_json(review.candidate),
+        "host": host.as_json(),
+        "knobs": knobs_json(review.knobs),
+        "together": knobs_json(review.together),
+        "fastest": candidate_json(review.fastest, full=False) if review.fastest else None,
+    }
+    if review.gap is not None:
+        values["measured"] = {
+            "time/step_s": review.gap.measured_s,
+            "predicted_s": review.gap.predicted_s,
+            "suspects": [asdict(suspect) for suspect in review.gap.suspects],
+        }
+    return values

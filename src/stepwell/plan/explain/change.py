@@ -1,0 +1,121 @@
+"""One layout with one thing changed, and what that does: the counterfactuals that explanations and
+knobs are made of. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from stepwell.parallel.schedules import fewest_micro_batches
+from stepwell.plan.job import Arrangement
+from stepwell.plan.search.search import Prices
+from stepwell.plan.search.space import REASONS, Pins, Task, context_problem, tensor_problem
+from stepwell.plan.steptime.step import StepTime
+from stepwell.sections.layout import LayoutConfig
+from stepwell.types import ConfigError
+
+
+@dataclass(frozen=True)
+class Changed:
+    """layout: None where the change leaves no layout. broken: the rule that forbids it, in words.
+    Memory and time are of the layout even where a rule forbids it."""
+
+    layout: Arrangement | None
+    peak_bytes: float = 0.0
+    step: StepTime | None = None
+    fits: bool = False
+    broken: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return self.step.total_s if self.step else 0.0
+
+    @property
+    def works(self) -> bool:
+        return self.fits and not self.broken
+
+
+def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[str, Any]) -> Changed:
+    """The layout with `changes`; data ranks take up, or give, the accelerators that other axes
+    leave or need."""
+    layout = refilled(replace(before, **changes), before.num_gpus, changes)
+    if layout is None:
+        sizes = ", ".join(f"{key} {value}" for key, value in changes.items())
+        return Changed(None, broken=f"{sizes} does not divide {before.num_gpus} accelerators")
+    broken = problem(replace(task, pins=Pins()), layout)
+    try:
+        held, step = prices.memory(layout), prices.time(layout)
+    except (ConfigError, ValueError, ZeroDivisionError):
+        if broken:
+            return Changed(None, broken=broken)
+        raise
+    return Changed(layout, held.total, step, prices.fits(layout), broken)
+
+
+def refilled(layout: Arrangement, num_gpus: int, changes: Mapping[str, Any]) -> Arrangement | None:
+    """The layout on all accelerators, with what its pipeline allows; None if they don't divide."""
+    rest = layout.tp * layout.cp * layout.pp
+    if num_gpus % rest:
+        return None
+    ranks = num_gpus // rest
+    replicas, shard = layout.dp_replicate, layout.dp_shard
+    if replicas * shard != ranks:
+        if "dp_shard" in changes and ranks % shard == 0:
+            replicas = ranks // shard
+        else:
+            replicas = gcd(replicas, ranks)
+            shard = ranks // replicas
+    layout = replace(layout, dp_replicate=replicas, dp_shard=shard)
+    if layout.pp == 1:
+        return replace(layout, schedule="1f1b", stages_per_rank=1, stage_blocks=None)
+    zero = 1 if layout.zero == 2 else layout.zero
+    halves = layout.schedule in ("zbv", "dualpipev")
+    v = 2 if halves else layout.stages_per_rank
+    if layout.schedule in ("1f1b", "gpipe"):
+        v = 1
+    return replace(
+        layout,
+        zero=zero,
+        reshard="never",
+        reduce_every_micro_batch=False,
+        stages_per_rank=v,
+        compiled=layout.compiled and not halves,
+        recompute="none" if halves else layout.recompute,
+    )
+
+
+def problem(task: Task, layout: Arrangement) -> str:
+    """The first rule that the layout breaks, in words; empty if none."""
+    broken = tensor_problem(task, layout.tp) or context_problem(task, layout.tp, layout.cp)
+    stages = layout.pp * layout.stages_per_rank
+    if not broken and layout.pp > 1 and stages > task.dims.num_layers + 2:
+        broken = "stages"
+    if not broken and layout.data_ranks > task.rows:
+        broken = "rows"
+    if not broken and task.rows % layout.dp_replicate:
+        broken = "replicas"
+    if not broken and layout.pp > 1 and layout.num_micro_batches < fewest(layout):
+        broken = "micro-batches"
+    experts = task.dims.experts
+    if not broken and layout.ep > 1:
+        ranks = layout.data_ranks * layout.cp * layout.tp
+        if experts is None or experts.num_experts % layout.ep or ranks % layout.ep:
+            broken = "experts"
+    return REASONS[broken] if broken else ""
+
+
+def fewest(layout: Arrangement) -> int:
+    section = LayoutConfig.model_construct(
+        pp=layout.pp, pp_schedule=layout.schedule, pp_stages_per_rank=layout.stages_per_rank
+    )
+    return fewest_micro_batches(section)
+
+
+def grown(after: StepTime, before: StepTime) -> tuple[str, float]:
+    """The part of a step that grew most, and by how many seconds."""
+    names = {*after.parts, *before.parts}
+    more = {name: after.parts.get(name, 0.0) - before.parts.get(name, 0.0) for name in names}
+    name = max(sorted(more), key=lambda part: more[part])
+    return name, more[name]

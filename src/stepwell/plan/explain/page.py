@@ -1,0 +1,234 @@
+"""A plan as one HTML page: the mesh on the machines, the reasons, memory by stage, the waterfall,
+what else there was. Self-contained; worth printing. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stepwell.plan.explain import pictures
+from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
+from stepwell.plan.explain.knobs import Knob
+from stepwell.plan.explain.reasons import change_text, count_text
+from stepwell.plan.search.runs import short
+from stepwell.plan.search.search import Candidate
+from stepwell.plan.search.space import REASONS, Task
+from stepwell.plan.steptime.waterfall import CONVENTION
+
+GIB = 2**30
+
+
+class Figure(NamedTuple):
+    name: str
+    value: str
+    note: str = ""
+    kind: str = ""
+
+
+class Rows(NamedTuple):
+    """numbers: names of the columns that are set to the right."""
+
+    id: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[str] = ()
+    note: str = ""
+
+
+def write_page(answer: Searched | Review, path: Path) -> Path:
+    """The page, whole or not at all."""
+    text = render(answer)
+    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
+    return path
+
+
+def render(answer: Searched | Review) -> str:
+    import jinja2
+
+    source = files("stepwell.plan.explain").joinpath("page.html.j2").read_text("utf-8")
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
+    values = _of_search(answer) if isinstance(answer, Searched) else _of_review(answer)
+    return template.render(**values)
+
+
+def _of_search(answer: Searched) -> dict[str, Any]:
+    best, task = answer.best, answer.ranking.task
+    tables = [_runners_up(answer), _binding(answer)]
+    if answer.explanation.scenarios:
+        tables.append(_scenarios(answer))
+    tables += [_knobs(answer.knobs), _traffic(best), _frontier(answer), _looked_at(answer)]
+    found = _common(best, task, task.dims.name, tables)
+    found["reasons"] = answer.explanation.reasons
+    if answer.training_tokens:
+        whole = training(best, answer.training_tokens)
+        days = Figure(
+            "the whole training", f"{whole['days']:,.0f} days", f"{answer.training_tokens:,} tokens"
+        )
+        found["figures"].append(days)
+    return found
+
+
+def _of_review(answer: Review) -> dict[str, Any]:
+    tables = [_knobs(answer.knobs)]
+    if answer.gap is not None and answer.gap.suspects:
+        rows = [(s.name, s.text, s.look) for s in answer.gap.suspects]
+        note = f"{answer.gap.measured_s:.2f} s measured, {answer.gap.predicted_s:.2f} s predicted."
+        columns = ("suspect", "what would explain it by itself", "look at")
+        tables.insert(0, Rows("gap", "Measured against predicted", columns, rows, note=note))
+    tables.append(_traffic(answer.candidate))
+    return _common(answer.candidate, answer.task, answer.run.name, tables)
+
+
+def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:
+    layout, cluster = best.layout, task.cluster
+    has = cluster.accelerator.memory_bytes
+    fits = best.headroom_bytes >= 0
+    return {
+        "title": f"{name} on {task.num_gpus:,} x {cluster.name}",
+        "lead": (
+            f"{count_text(task.dims.parameters())} parameters; a step is {task.rows:,} rows "
+            f"of {task.seq_len:,} tokens ({task.tokens:,}). Predicted, not measured."
+        ),
+        "figures": [
+            Figure(
+                "memory of a GPU",
+                f"{best.peak_bytes / GIB:.1f} GiB",
+                f"of {has / GIB:.1f}: {'fits' if fits else 'does not fit'}",
+                "good" if fits else "bad",
+            ),
+            Figure(
+                "a step",
+                f"{best.step_s:.2f} s",
+                f"{best.step.exposed_s:.2f} s of it exposed messages",
+            ),
+            Figure(
+                "tokens a second",
+                f"{best.tokens_per_s:,.0f}",
+                f"{best.step.tokens_per_s_per_gpu:,.0f} a GPU",
+            ),
+            Figure("MFU", f"{100 * best.step.mfu:.1f} %", f"HFU {100 * best.step.hfu:.1f} %"),
+        ],
+        "layout": short(layout),
+        "missing": best.not_in_engine,
+        "stages": layout.pp > 1,
+        "machine": pictures.machine(best.job),
+        "machines": pictures.machines(best.job),
+        "numbering": (
+            "Ranks are numbered with tensor ranks as neighbours, then context ranks, shards, "
+            "replicas and pipeline stages."
+        ),
+        "reasons": (),
+        "memory": pictures.memory_bars(best),
+        "legend": pictures.legend(),
+        "waterfall": pictures.waterfall_chart(best),
+        "step": f"{best.step_s:.2f} s",
+        "convention": CONVENTION,
+        "tables": [table for table in tables if table.rows],
+    }
+
+
+def _runners_up(answer: Searched) -> Rows:
+    best = answer.best
+    rows = [
+        (
+            short(c.layout),
+            f"{c.step_s:.2f}",
+            "" if c is best else change_text(c.step_s, best.step_s),
+            f"{c.peak_bytes / GIB:.1f}",
+            f"{100 * c.step.mfu:.1f} %",
+        )
+        for c in (best, *answer.explanation.runners_up)
+    ]
+    columns = ("layout", "s a step", "against the best", "GiB", "MFU")
+    return Rows("runners-up", "The best of each mesh", columns, rows, columns[1:])
+
+
+def _binding(answer: Searched) -> Rows:
+    best = answer.best
+    rows = [
+        (
+            relief.name,
+            f"{relief.step_s:.2f}",
+            change_text(relief.step_s, best.step_s),
+            short(relief.layout) if relief.layout else "",
+        )
+        for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s)
+    ]
+    columns = ("without the cost or limit of", "s a step", "change", "layout")
+    return Rows("binding", "What binds", columns, rows, columns[1:3])
+
+
+def _scenarios(answer: Searched) -> Rows:
+    rows = [
+        (s.name, "" if math.isinf(s.per_token) else f"{100 * (s.per_token - 1):+.1f} %", s.changes)
+        for s in answer.explanation.scenarios
+    ]
+    columns = ("with", "time a token", "the best is then")
+    return Rows("scenarios", "What would change the decision", columns, rows, columns[1:2])
+
+
+def _knobs(knobs: Sequence[Knob]) -> Rows:
+    rows = [
+        (
+            f"{100 * knob.gain:+.1f} %",
+            knob.name + (f" ({knob.alters})" if knob.alters else ""),
+            f"{knob.changed.peak_bytes / GIB:.1f}",
+            knob.setting if knob.works else knob.changed.broken or knob.refused or "does not fit",
+        )
+        for knob in knobs
+        if knob.gain > 0
+    ]
+    columns = ("gain", "knob", "GiB", "set")
+    return Rows("knobs", "Knobs by predicted gain", columns, rows, ("gain", "GiB"))
+
+
+def _traffic(found: Candidate) -> Rows:
+    rows = [
+        (row["axis"], row["link"], f"{row['calls']:,}", f"{row['wire_bytes'] / GIB:,.2f}")
+        for row in traffic_json(found)
+    ]
+    columns = ("axis", "over", "calls", "GiB")
+    return Rows("traffic", "What a GPU sends in a step", columns, rows, columns[2:])
+
+
+def _frontier(answer: Searched) -> Rows:
+    found = [*answer.pareto, *(other.found[0] for other in answer.batches if other.found)]
+    rows = [
+        (
+            f"{c.layout.global_batch_tokens:,}",
+            f"{c.step.tokens_per_s_per_gpu:,.0f}",
+            f"{c.headroom_bytes / GIB:.1f}",
+            short(c.layout),
+        )
+        for c in sorted(found, key=lambda c: (c.layout.global_batch_tokens, c.step_s))
+    ]
+    columns = ("batch", "tokens/s a GPU", "GiB left", "layout")
+    return Rows("frontier", "Speed against memory left, and batch", columns, rows, columns[:3])
+
+
+def _looked_at(answer: Searched) -> Rows:
+    ranking = answer.ranking
+    rows = [
+        (f"{count:,}", what, REASONS[name])
+        for what, refused in (("meshes", ranking.refused_meshes), ("layouts", ranking.refused))
+        for name, count in refused.most_common()
+    ]
+    note = (
+        f"{ranking.num_layouts:,} layouts of {ranking.num_meshes:,} meshes; {ranking.num_timed:,} "
+        "fit and were timed. Not taken:"
+    )
+    return Rows(
+        "looked-at", "What was looked at", ("number", "of", "rule"), rows, ("number",), note
+    )

@@ -1,0 +1,480 @@
+"""Why a layout is what it is: for each axis what else could be, priced; what binds; what would
+change the decision. No torch.
+
+Every number is of a layout that was priced: `alone` changes one thing and lets the data ranks fill
+the accelerators; `best` searches again with the other value held fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stepwell.plan.explain.change import Changed, changed, grown
+from stepwell.plan.job import Arrangement
+from stepwell.plan.memory.ledger import state_bytes_per_parameter
+from stepwell.plan.search.runs import data_text, reshard_text, short
+from stepwell.plan.search.search import Candidate, Prices, Ranking, search
+from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.steptime.step import predict_step
+from stepwell.types import ConfigError
+
+GIB = 2**30
+WORTH_TELLING = 1.5  # times the best step; layouts that take longer are not looked for
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "memory": "operations that only move memory",
+    "quantisation": "quantisation",
+    "host": "launches by the host",
+    "recomputation": "recomputation",
+    "exposed tp": "tensor ranks' messages",
+    "exposed cp": "context ranks' messages",
+    "exposed ep": "expert ranks' messages",
+    "exposed pp": "messages between stages",
+    "exposed data": "data ranks' messages",
+    "exposed offload": "moving to and from the host",
+    "exposed world": "sums over all ranks",
+    "contention": "computing slowed by messages beside it",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimiser step",
+    "straggling": "waiting for the slowest",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """label: the other value. alone: with it and nothing else. best: the fastest layout that has
+    it, if any fits; None where that was not searched for, too (`searched`)."""
+
+    label: str
+    alone: Changed
+    best: Candidate | None = None
+    searched: bool = False
+
+
+@dataclass(frozen=True)
+class Reason:
+    """question: of the decision tree. value: what was chosen. lead: what that means; told: a
+    sentence or two about each alternative."""
+
+    axis: str
+    question: str
+    value: str
+    lead: str
+    alternatives: tuple[Alternative, ...] = ()
+    told: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The answer in words."""
+        return " ".join(filter(None, (self.lead, *self.told)))
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What a step would take without one constraint. layout: another one, where it would be."""
+
+    name: str
+    step_s: float
+    layout: Arrangement | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """best: under the changed circumstances; None if nothing fits. per_token: step time per token
+    over today's."""
+
+    name: str
+    best: Candidate | None
+    per_token: float
+    changes: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    reasons: tuple[Reason, ...]
+    reliefs: tuple[Relief, ...]
+    scenarios: tuple[Scenario, ...]
+    runners_up: tuple[Candidate, ...]
+
+    @property
+    def binding(self) -> Relief:
+        return min(self.reliefs, key=lambda relief: relief.step_s)
+
+
+def explain(ranking: Ranking, prices: Prices, deep: bool = True) -> Explanation:
+    """Of the best layout found. deep: also search with each other value held fixed, and under
+    other circumstances. Raises ConfigError where nothing fits."""
+    task, best = ranking.task, ranking.best
+    return Explanation(
+        reasons=tuple(reasons(prices, task, best, deep)),
+        reliefs=tuple(reliefs(prices, task, best)),
+        scenarios=tuple(scenarios(prices, task, best)) if deep else (),
+        runners_up=tuple(runners_up(ranking)),
+    )
+
+
+def runners_up(ranking: Ranking, most: int = 8) -> list[Candidate]:
+    """The best of each other mesh."""
+    seen, found = {mesh_of(ranking.best.layout)}, []
+    for candidate in ranking.found:
+        if mesh_of(candidate.layout) not in seen and len(found) < most:
+            seen.add(mesh_of(candidate.layout))
+            found.append(candidate)
+    return found
+
+
+def mesh_of(layout: Arrangement) -> tuple[int, ...]:
+    return layout.tp, layout.cp, layout.pp, layout.ep
+
+
+# --- axis by axis ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Question:
+    """others: (label, changes, pins) of values that could be instead."""
+
+    axis: str
+    question: str
+    value: str
+    others: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]
+    lead: str = ""
+
+
+def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> Iterator[Reason]:
+    """In the decision tree's order. Axes that the user has fixed are explained all the same."""
+    yield _whole_model(task)
+    for asked in _questions(task, best.layout):
+        found = []
+        for label, changes, pins in asked.others:
+            alone = _exactly(changed(prices, task, best.layout, changes), prices, best)
+            searched = deep and not fixed(task.pins, pins)
+            limit = WORTH_TELLING * best.step_s
+            other = _best_with(prices, task, pins, limit) if searched else None
+            found.append(Alternative(label, alone, other, searched))
+        told = tuple(_told(alternative, best) for alternative in found)
+        yield Reason(asked.axis, asked.question, asked.value, asked.lead, tuple(found), told)
+
+
+def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:
+    """What seems to fit, and would be faster, is asked of the engine's own ledger."""
+    if not alone.works or alone.step_s >= best.step_s:
+        return alone
+    assert alone.layout is not None
+    exact = prices.as_run(alone.layout)
+    if isinstance(exact, str):
+        return replace(alone, broken=exact)
+    return replace(alone, peak_bytes=exact.peak_bytes, fits=exact.headroom_bytes >= 0)
+
+
+def fixed(pins: Pins, wanted: dict[str, Any]) -> bool:
+    return any(getattr(pins, key) is not None for key in wanted)
+
+
+def _best_with(
+    prices: Prices, task: Task, pins: dict[str, Any], at_most_s: float = math.inf
+) -> Candidate | None:
+    try:
+        return _search(prices, task, replace(task.pins, **pins), at_most_s)
+    except ConfigError:
+        return None
+
+
+def _search(
+    prices: Prices, task: Task, pins: Pins, at_most_s: float = math.inf
+) -> Candidate | None:
+    found = search(
+        task.dims,
+        prices.cluster,
+        task.num_gpus,
+        task.seq_len,
+        task.rows * task.seq_len,
+        pins,
+        slack=1.0,
+        prices=prices,
+        at_most_s=at_most_s,
+        may_offload=False,
+    ).found
+    return found[0] if found else None
+
+
+def _whole_model(task: Task) -> Reason:
+    dims, device = task.dims, task.cluster.accelerator
+    count = dims.parameters()
+    each = state_bytes_per_parameter()
+    state, has = each * count, device.memory_bytes
+    whole = f"{state / GIB:,.{0 if state > 10 * GIB else 1}f} GiB"
+    text = (
+        f"{count_text(count)} parameters with AdamW in mixed precision hold {each} bytes each: "
+        f"{whole}, and one {device.name} has {has / GIB:.1f}. "
+    )
+    if state < 0.7 * has:
+        text += "The model fits on one, so nothing need be divided but the batch."
+    else:
+        text += (
+            f"The state alone fills {state / has:,.1f} of them before the first activation, so it "
+            "must be divided."
+        )
+    return Reason("fit", "Does it fit on one?", "yes" if state < 0.7 * has else "no", text)
+
+
+def _questions(task: Task, now: Arrangement) -> Iterator[_Question]:
+    yield _Question(
+        "zero",
+        "How much of the state do data ranks divide?",
+        zero_text(now),
+        tuple(
+            (f"ZeRO-{z}", _zero(now, z), {"zero": z})
+            for z in (0, 1, 2, 3)
+            if z != now.zero and not (z == 2 and now.pp > 1) and now.dp_shard * now.cp > 1
+        ),
+        _zero_lead(now),
+    )
+    yield _sized(task, now, "tp", "Tensor ranks within the scale-up domain?", "TP")
+    yield _sized(task, now, "pp", "Pipeline stages across machines?", "PP")
+    if now.pp > 1:
+        yield _schedules(now)
+    yield _sized(task, now, "cp", "Context ranks for long rows?", "CP")
+    if task.dims.experts:
+        yield _sized(task, now, "ep", "Expert ranks?", "EP")
+    yield _replicas(task, now)
+    rows = now.micro_batch_rows
+    yield _Question(
+        "micro_batch_rows",
+        "How many rows at a time?",
+        f"micro-batch {rows}",
+        tuple(
+            (f"micro-batch {n}", {"micro_batch_rows": n}, {"micro_batch_rows": n})
+            for n in ([rows // 2] if rows > 1 else []) + [2 * rows]
+            if n * now.data_ranks <= task.rows
+        ),
+    )
+    yield _Question(
+        "recompute",
+        "What is computed again?",
+        recompute_text(now),
+        tuple(
+            (f"recompute {mode}", {"recompute": mode}, {"recompute": mode})
+            for mode in ("none", "selective", "full")
+            if mode != now.recompute
+        ),
+    )
+
+
+def zero_text(layout: Arrangement) -> str:
+    return f"ZeRO-{layout.zero}{reshard_text(layout)}"
+
+
+def recompute_text(layout: Arrangement) -> str:
+    if layout.recompute == "every":
+        return f"recompute one block in {layout.recompute_every}"
+    return f"recompute {layout.recompute}"
+
+
+def _zero(now: Arrangement, zero: int) -> dict[str, Any]:
+    once = zero < 2 or now.pp > 1
+    reshard = "always" if zero == 3 and now.pp == 1 else "never"
+    return {"zero": zero, "reshard": reshard, "reduce_every_micro_batch": not once}
+
+
+def _zero_lead(now: Arrangement) -> str:
+    ranks = now.dp_shard * now.cp
+    if ranks == 1:
+        return "There is one data rank, and so nothing to divide."
+    divided = {
+        0: "Each data rank has all of its stage's state.",
+        1: f"Masters and moments are divided among {ranks:,} ranks; weights and gradients are "
+        "whole on each.",
+        2: f"Masters, moments and gradients are divided among {ranks:,} ranks.",
+        3: f"Masters, moments, gradients and weights are divided among {ranks:,} ranks; a block's "
+        "weights are gathered when it is at work.",
+    }
+    if now.pp > 1 and now.zero == 3:
+        return divided[1]
+    return divided[now.zero]
+
+
+def _sized(task: Task, now: Arrangement, axis: str, question: str, name: str) -> _Question:
+    size = getattr(now, axis)
+    wanted = {size // 2, 2 * size} if size > 1 else {2}
+    if axis == "pp" and size > 2:
+        wanted.add(1)
+    if axis == "tp" and size > 2:
+        wanted.add(1)
+    if axis == "cp" and size == 1 and task.seq_len < 4096:
+        wanted = set()
+    leads = {
+        "tp": f"Every layer is computed by {size} neighbours, which exchange activations around "
+        "each of its halves and hide nothing of it."
+        if size > 1
+        else "Layers are not divided.",
+        "pp": f"The blocks are divided among {size} stages, which pass activations on."
+        if size > 1
+        else "No pipeline, so no bubble.",
+        "cp": f"Each row's tokens are divided among {size} ranks."
+        if size > 1
+        else f"Rows of {task.seq_len:,} tokens stay whole.",
+        "ep": f"The experts are divided among {size} ranks."
+        if size > 1
+        else "Every rank has all experts.",
+    }
+    return _Question(
+        axis,
+        question,
+        f"{name} {size}",
+        tuple((f"{name} {n}", {axis: n}, {axis: n}) for n in sorted(wanted)),
+        leads[axis],
+    )
+
+
+def _schedules(now: Arrangement) -> _Question:
+    kinds = [("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 4), ("zbv", 2)]
+    others = []
+    for schedule, v in kinds:
+        if (schedule, v) == (now.schedule, now.stages_per_rank):
+            continue
+        changes: dict[str, Any] = {"schedule": schedule, "stages_per_rank": v}
+        label = schedule + (f" with {v} stages a rank" if v > 1 else "")
+        others.append((label, changes, changes))
+    value = now.schedule + (
+        f", {now.stages_per_rank} stages a rank" if now.stages_per_rank > 1 else ""
+    )
+    idle = f"{now.num_micro_batches} micro-batches pass through {now.pp} ranks."
+    return _Question("schedule", "In what order?", value, tuple(others), idle)
+
+
+def _replicas(task: Task, now: Arrangement) -> _Question:
+    ranks, here = now.data_ranks, max(1, task.cluster.gpus_per_node // (now.tp * now.cp))
+    wanted = {1, ranks // here if ranks % here == 0 else 1, 2} - {now.dp_replicate}
+    wanted = {n for n in wanted if ranks % n == 0 and n < ranks * now.cp}
+    others = tuple(
+        (
+            f"{n} replicas" if n > 1 else "no replicas",
+            {"dp_replicate": n, "dp_shard": ranks // n},
+            {"dp_replicate": n, "dp_shard": ranks // n},
+        )
+        for n in sorted(wanted)
+    )
+    shared = f"{ranks:,} shares of the batch, {now.num_micro_batches} micro-batches each."
+    return _Question(
+        "data", "And the rest: how are data ranks arranged?", data_text(now), others, shared
+    )
+
+
+def _told(alternative: Alternative, best: Candidate) -> str:
+    """A sentence about another value."""
+    label, alone = alternative.label, alternative.alone
+    has = best.job.cluster.accelerator.memory_bytes
+    price = ""
+    if alone.step is not None:
+        name, more = grown(alone.step, best.step)
+        price = f"{alone.step_s:.2f} s ({change_text(alone.step_s, best.step_s)}"
+        price += f", {part_text(name)} {more:+.2f} s)" if more > 0.002 * best.step_s else ")"
+    if alone.broken:
+        text = f"{label}: {alone.broken}"
+        text += f"; it would take {price}." if price and alone.fits else "."
+    elif not alone.fits:
+        margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
+        text = f"{label} alone needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
+    else:
+        text = f"{label} alone takes {price}."
+    if alternative.best is not None and alternative.best.layout != alone.layout:
+        other = alternative.best
+        versus = change_text(other.step_s, best.step_s)
+        text += f" The best with it takes {other.step_s:.2f} s ({versus}): {short(other.layout)}."
+    elif alternative.searched and alternative.best is None and not alone.broken:
+        text += f" No layout with it that fits takes less than {WORTH_TELLING:g} times as long."
+    return text
+
+
+def count_text(count: int) -> str:
+    """`8.0 billion`, `134.5 million`."""
+    if count >= 10**9:
+        return f"{count / 1e9:,.1f} billion"
+    return f"{count / 1e6:,.1f} million"
+
+
+def part_text(name: str) -> str:
+    return PARTS.get(name, name)
+
+
+def change_text(after: float, before: float) -> str:
+    share = after / before - 1
+    return "the same" if abs(share) < 5e-4 else f"{100 * share:+.1f} %"
+
+
+# --- what binds, and what would change the decision ------------------------------------------
+
+
+def reliefs(prices: Prices, task: Task, best: Candidate) -> Iterator[Relief]:
+    """The step without one constraint at a time, the others as they are."""
+    job, cluster = best.job, best.job.cluster
+    unbounded = replace(task.pins, headroom_bytes=-math.inf)
+    endless = _search(prices, task, unbounded, best.step_s)
+    if endless is not None:
+        yield Relief("memory", endless.step_s, endless.layout)
+    for name, key in (
+        ("network", "network_bytes_per_s"),
+        ("scale-up links", "scaleup_bytes_per_s"),
+    ):
+        free = replace(cluster, **{key: 1e6 * getattr(cluster, key)})
+        # A network beyond the scale-up links only moves the border to those.
+        yield Relief(name, min(best.step_s, predict_step(replace(job, cluster=free)).total_s))
+    for name, part in (("bubble", "bubble"), ("recomputation", "recomputation")):
+        yield Relief(name, best.step_s - best.step.parts.get(part, 0.0))
+
+
+def scenarios(prices: Prices, task: Task, best: Candidate) -> Iterator[Scenario]:
+    cluster = task.cluster
+    device = cluster.accelerator
+    larger = replace(device, memory_bytes=2 * device.memory_bytes)
+    on = {
+        "twice the memory": replace(cluster, accelerator=larger),
+        "half the network": replace(cluster, network_bytes_per_s=cluster.network_bytes_per_s / 2),
+    }
+    for name, other in on.items():
+        if task.num_gpus > cluster.scaleup_gpus or name == "twice the memory":
+            yield _scenario(name, prices.on(other), replace(task, cluster=other), best)
+    yield _scenario("twice the batch", prices, replace(task, rows=2 * task.rows), best)
+    if task.rows > 1:
+        yield _scenario("half the batch", prices, replace(task, rows=task.rows // 2), best)
+    if task.rows >= 4:
+        longer = replace(task, seq_len=4 * task.seq_len, rows=task.rows // 4)
+        yield _scenario("rows four times as long", prices, longer, best)
+    if device.fp8_flops_per_s and task.pins.precision is None:
+        eight = replace(task, pins=replace(task.pins, precision="fp8"))
+        yield _scenario("products in 8 bits", prices, eight, best)
+
+
+def _scenario(name: str, prices: Prices, task: Task, best: Candidate) -> Scenario:
+    found = _best_with(prices, task, {}, _known_s(prices, task, best))
+    if found is None:
+        return Scenario(name, None, math.inf, "nothing fits")
+    per_token = found.step_s / found.layout.global_batch_tokens
+    per_token /= best.step_s / best.layout.global_batch_tokens
+    same = mesh_of(found.layout) == mesh_of(best.layout)
+    told = "the same mesh" if same else short(found.layout)
+    if same and found.layout.recompute != best.layout.recompute:
+        told += f", {recompute_text(found.layout)}"
+    if same and found.layout.micro_batch_rows != best.layout.micro_batch_rows:
+        told += f", micro-batch {found.layout.micro_batch_rows}"
+    if same and zero_text(found.layout) != zero_text(best.layout):
+        told += f", {zero_text(found.layout)}"
+    return Scenario(name, found, per_token, told)
+
+
+def _known_s(prices: Prices, task: Task, best: Candidate) -> float:
+    """What the layout of today would take there, if it fits; nothing slower need be looked for."""
+    layout = replace(
+        best.layout,
+        seq_len=task.seq_len,
+        global_batch_rows=task.rows,
+        precision=task.pins.precision or best.layout.precision,
+        recipe="tensorwise" if task.pins.precision == "fp8" else best.layout.recipe,
+    )
+    now = changed(prices, task, layout, {})
+    return 1.0001 * now.step_s if now.works else math.inf

@@ -1,0 +1,395 @@
+"""When the pieces of a step are in a GPU's memory: the moments that may be its worst. No torch.
+
+Of our own engine these are the phases of `plan/memory`, on the dimensions alone. Letters as in
+`plan/footprint/activations`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from stepwell.plan.footprint.activations import (
+    Block,
+    Modules,
+    compute_bytes,
+    freezes,
+    logits_of,
+    master_bytes,
+    tokens_of,
+)
+from stepwell.plan.footprint.kept import group_of, kept_before, kept_by, num_groups
+from stepwell.plan.footprint.pieces import Pieces, pieces_of_rank, target_sizes, waiting_pairs
+from stepwell.plan.footprint.state import State, state_of
+from stepwell.plan.job import Arrangement, Dims, Job
+
+OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory/ledger)
+
+Items = dict[str, float]
+
+
+class Rank(NamedTuple):
+    """What the moments of a pipeline rank's step are made of, in bytes. kept: by the stage at work,
+    of one micro-batch. waiting: of other stages and micro-batches meanwhile. messages: the
+    pipeline's buffers. root: saved around the blocks. workspace: inside a block's backward pass.
+    accumulates: over micro-batches. alone: without other ranks."""
+
+    job: Job
+    pieces: Pieces
+    state: State
+    dense: Block
+    sparse: Block
+    kept: Modules
+    waiting: Modules
+    messages: float
+    root: float
+    workspace: float
+    accumulates: bool
+    alone: bool
+
+
+def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
+    """dense, sparse: a block with an ordinary MLP, and one of experts (`block_of`)."""
+    dims, layout = job.dims, job.layout
+    pieces = pieces_of_rank(dims, layout, pp_rank)
+    kept, waiting, messages = _activations(layout, pieces, pp_rank, dense, sparse)
+    return Rank(
+        job=job,
+        pieces=pieces,
+        state=state_of(dims, layout, pieces),
+        dense=dense,
+        sparse=sparse,
+        kept=kept,
+        waiting=waiting,
+        messages=messages,
+        root=_root(dims, layout, pieces),
+        workspace=_workspace(dims, layout),
+        accumulates=layout.num_micro_batches > 1,
+        alone=layout.num_gpus == 1,
+    )
+
+
+def moments_of(rank: Rank) -> dict[str, Items]:
+    """Bytes by kind at each moment of the rank's step.
+
+    gpipe's first backward pass finds all micro-batches' activations but no gradients yet, the
+    second one micro-batch less.
+    """
+    if rank.job.layout.schedule != "gpipe" or rank.job.layout.pp == 1:
+        return _moments(rank)
+    first = _moments(rank._replace(accumulates=False))
+    less = rank.waiting.plus(rank.kept.times(-1)) if rank.accumulates else rank.waiting
+    later = _moments(rank._replace(waiting=less))
+    return {name: max(first[name], later[name], key=lambda x: sum(x.values())) for name in first}
+
+
+def _moments(rank: Rank) -> dict[str, Items]:
+    moments = {"optimizer": _step(rank)}
+    inside = [_backward(rank, number) for number in _numbers(rank)]
+    if inside:
+        moments["backward"] = max(inside, key=lambda items: sum(items.values()))
+        moments["end of backward"] = inside[0]
+    if rank.pieces.last:
+        moments["loss"] = _loss(rank)
+    if rank.pieces.first:
+        moments["embedding"] = _embedding(rank)
+    if not rank.alone and not rank.state.always:
+        moments["reduction"] = _reduction(rank)
+    return moments
+
+
+def host_of(rank: Rank) -> Items:
+    """Bytes of the rank in its machine's memory."""
+    found: Items = {}
+    if rank.state.host:
+        found["optimizer"] = rank.state.host
+    if rank.job.layout.offload_activations:
+        found["activations"] = rank.kept.total
+    return found
+
+
+# --- activations -----------------------------------------------------------------------------
+
+
+def _activations(
+    layout: Arrangement, pieces: Pieces, pp_rank: int, dense: Block, sparse: Block
+) -> tuple[Modules, Modules, float]:
+    kept = [kept_by(dense, d, layout).plus(kept_by(sparse, s, layout)) for d, s in pieces.stages]
+    most = max(kept, key=lambda modules: modules.total)
+    if layout.pp == 1:
+        return most, Modules(), 0.0
+    pairs, x = waiting_pairs(layout, pp_rank) - 1, dense.input.total
+    total = Modules()
+    for modules in kept:
+        total = total.plus(modules)
+    waiting = total.times(pairs / len(kept))
+    if layout.program != "stepwell":
+        return most, waiting, 2 * x  # what comes in, and a gradient
+    # What is under way: an activation or a gradient at each end of a stage; and what each gave.
+    ends = 2 * len(kept) - pieces.first - pieces.last
+    return most, waiting, (ends + pairs) * x
+
+
+def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
+    """Saved by the last norm, the hidden states that the head multiplies; and cos and sin."""
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    angles = 4 * at.num_tokens * dims.head_dim if layout.program == "stepwell" else 0.0
+    if not pieces.last:
+        return angles
+    return a * at.part + 4 * at.rows + a * at.wide + angles
+
+
+def _workspace(dims: Dims, layout: Arrangement) -> float:
+    """The most that a block's backward pass holds besides what was saved (plan/memory/sizes)."""
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    divides = layout.sequence_parallel or layout.program == "stepwell"
+    gathered = 2 * a * at.wide if layout.tp > 1 and divides else 0.0
+    mlp = 2 * a * at.num_tokens * dims.d_ff / layout.tp + gathered
+    attention = a * (at.query + 2 * (at.query + 2 * at.key)) + gathered
+    norm = 0.0 if layout.compiled else (4 if a < 4 else 3) * 4 * at.part
+    restored = 0.0
+    if layout.adapters and layout.adapters.quantized:  # a matrix from 4 bits, in float32 first
+        restored = (4 + a) * max(rows * columns for rows, columns in target_sizes(dims, layout))
+    return a * at.part + restored + max(mlp, attention, norm)
+
+
+def _waiting(rank: Rank, kept: Modules) -> Modules:
+    """Activations before the block at work, as far as they are on the GPU, and of other
+    micro-batches."""
+    if not rank.job.layout.offload_activations:
+        return kept.plus(rank.waiting)
+    block = rank.sparse if rank.pieces.sparse else rank.dense
+    window = max(block.all.total, OFFLOAD_WINDOW * block.input.total)
+    share = min(1.0, window / kept.total) if kept.total else 0.0
+    return kept.times(share).plus(rank.waiting)
+
+
+# --- weights and gradients -------------------------------------------------------------------
+
+
+def _resting(rank: Rank) -> Items:
+    state = rank.state
+    found = {"parameters": state.parameters, "masters": state.masters, "optimizer": state.moments}
+    layout = rank.job.layout
+    if layout.program == "fsdp" and not layout.zero and layout.data_ranks > 1:
+        found["buckets"] = state.gradients  # DistributedDataParallel's, beside the gradients
+    return found
+
+
+def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
+    """Once the backward pass is through a share of the blocks; root: and through the ends."""
+    state, layout = rank.state, rank.job.layout
+    if state.always:
+        return state.gradients
+    if layout.release_gradients:
+        return 0.0
+    if rank.accumulates:
+        if not rank.alone and (layout.pp > 1 or not layout.reduce_every_micro_batch):
+            blocks = rank.pieces.num_blocks * state.block_whole
+            return master_bytes(layout) * (blocks + state.root_whole)
+        between = state.gradients if layout.dp_replicate > 1 else 0.0
+        return between + (0.0 if layout.offload_parameters else state.gradients)
+    if layout.offload_parameters:
+        return 0.0
+    of_blocks = share_done * rank.pieces.num_blocks * state.block_gradient
+    return of_blocks + (state.root_gradient if root else 0.0)
+
+
+def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
+    """Weights in the compute dtype besides the parameters: of the blocks in use, gathered, or cast
+    by autograd where there is one process."""
+    state, layout, n = rank.state, rank.job.layout, rank.pieces.num_blocks
+    a = compute_bytes(layout)
+    if state.always:
+        return 0.0
+    if rank.alone:
+        if a == master_bytes(layout) or freezes(layout):
+            return 0.0
+        cast = share_cast * n * state.block_gathered if layout.recompute == "none" else 0.0
+        eight = layout.precision == "fp8"
+        return a * ((0.0 if eight else cast) + (state.head if head else 0.0))
+    gathers = layout.zero == 3 and layout.reshard != "never" and layout.pp == 1
+    blocks = min(in_use, n) if gathers else n
+    if layout.bucket_elements:  # DeepSpeed gathers module by module, up to two buckets
+        return a * min(2 * layout.bucket_elements, blocks * state.block_gathered)
+    copies = a * (blocks * state.block_gathered + state.root_gathered)
+    if gathers and layout.reshard == "node":
+        on_node = max(1, rank.job.cluster.gpus_per_node // layout.tp)
+        copies += a * n * state.block_gathered / min(on_node, layout.dp_shard * layout.cp)
+    return copies
+
+
+def _buckets(rank: Rank) -> float:
+    """Gradients copied together to be summed, and what they are summed into."""
+    layout, state = rank.job.layout, rank.state
+    if not layout.bucket_elements or layout.dp_shard * layout.dp_replicate == 1:
+        return 0.0
+    return state.gradient_bytes * min(layout.bucket_elements, state.elements)
+
+
+# --- moments ---------------------------------------------------------------------------------
+
+
+def _at(rank: Rank, gradients: float, buffers: float, modules: Modules, residual: float) -> Items:
+    """residual: activations between blocks and at the ends, and what an operation holds."""
+    return {
+        **_resting(rank),
+        "gradients": gradients,
+        "buffers": buffers,
+        "norms": modules.norms,
+        "attention": modules.attention,
+        "mlp": modules.mlp,
+        "residual": residual + rank.messages,
+    }
+
+
+def _loss(rank: Rank) -> Items:
+    """Between the forward and the backward pass of the last stage; the head's gradient is there
+    where it is summed chunk by chunk."""
+    layout, dims = rank.job.layout, rank.job.dims
+    kept, work = logits_of(dims, layout)
+    hidden = compute_bytes(layout) * layout.tokens_of_rank * dims.d_model
+    chunked = layout.program == "stepwell" or layout.loss_chunk_tokens is not None
+    gradient = _head_gradient(rank) if chunked else 0.0
+    items = _at(
+        rank,
+        _gradients(rank, 0.0) + gradient,
+        _copies(rank, 1 + layout.prefetch, 1.0, head=True),
+        _waiting(rank, rank.kept),
+        rank.root + hidden,
+    )
+    return {**items, "logits": kept + work}
+
+
+def _fresh(rank: Rank) -> int:
+    """Size of a gradient's element as the backward pass makes it: of the weight that was used."""
+    layout = rank.job.layout
+    return master_bytes(layout) if rank.alone else compute_bytes(layout)
+
+
+def _head_gradient(rank: Rank) -> float:
+    if rank.state.always or freezes(rank.job.layout):
+        return 0.0
+    return _fresh(rank) * rank.state.head
+
+
+def _num_blocks(rank: Rank) -> int:
+    """Of the largest stage."""
+    return max(dense + sparse for dense, sparse in rank.pieces.stages)
+
+
+def _numbers(rank: Rank) -> list[int]:
+    """The blocks of a stage that the backward pass may be at when the most is held: between the
+    second and the last but one it grows or shrinks evenly, and shrinks where gradients are there
+    all the time. The first comes first."""
+    n, layout = _num_blocks(rank), rank.job.layout
+    ends = {0, 1, n - 2, n - 1}
+    if rank.state.always or (layout.pp > 1 and rank.accumulates):
+        ends = {0, n - 1}
+    if layout.recompute == "sqrt":
+        groups = num_groups(n)
+        ends |= {n * g // groups - 1 for g in range(1, groups + 1)}
+    return sorted(number for number in ends if 0 <= number < n)
+
+
+def _backward(rank: Rank, number: int) -> Items:
+    """Inside the backward pass of a stage's block."""
+    layout, n = rank.job.layout, _num_blocks(rank)
+    block = rank.sparse if rank.pieces.sparse else rank.dense
+    group = group_of(layout, number, n)
+    own = block.all.times(number - group.start + 1)
+    if layout.recompute == "selective":
+        own = own.plus(Modules(mlp=block.unneeded))
+    before = rank.kept.times(group.start / n)
+    if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
+        before = kept_before(block, group.start, n, layout)
+    adds_up = rank.alone and rank.accumulates and not rank.job.dims.tied
+    head = 0.0 if adds_up else _head_gradient(rank)
+    # Blocks that are computed again together are gathered one by one meanwhile.
+    ahead = min(1, group.start) if len(group) == 1 else 0
+    copies = _copies(rank, len(group) + ahead, (number + 1) / n, head=False)
+    return _at(
+        rank,
+        _gradients(rank, (n - 1 - number) / n) + head,
+        copies + _appearing(rank, summing=number < n - 1, ahead=ahead > 0),
+        _waiting(rank, before).plus(own),
+        rank.workspace,
+    )
+
+
+def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:
+    """Weights' gradients of the block at work; summing: beside those of the one before; ahead:
+    beside a block that is being gathered."""
+    layout, state, dims = rank.job.layout, rank.state, rank.job.dims
+    if state.always:
+        return 0.0
+    a, p = compute_bytes(layout), master_bytes(layout)
+    if layout.bucket_elements:
+        return a * min(layout.bucket_elements, state.block_whole)
+    largest = dims.d_model * dims.d_ff / layout.tp
+    if layout.adapters:
+        largest = layout.adapters.rank * max(dims.d_model, dims.d_ff / layout.tp)
+    if layout.compiled:
+        found = p * state.block_whole
+    else:
+        found = largest * (a + (p if rank.accumulates and rank.alone else 0))
+    if not rank.alone and layout.pp == 1:
+        divided = layout.zero and layout.dp_shard * layout.cp > 1
+        found += p * state.block_whole if divided and summing else 0.0
+        found += a * state.block_gathered if ahead else 0.0
+    if layout.release_gradients:
+        found += p * largest if rank.alone else state.block_gradient
+    return found
+
+
+def _embedding(rank: Rank) -> Items:
+    """The end of the backward pass: the embedding's gradient, beside the head's when tied. Untied,
+    in the first micro-batch, it becomes the parameter's gradient as it is. Under FSDP2 both wait
+    for their reduction."""
+    layout, state, dims = rank.job.layout, rank.state, rank.job.dims
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    tied = dims.tied and state.head > 0
+    fresh = 0.0 if state.always or freezes(layout) else _fresh(rank)
+    if not rank.alone:
+        ends = state.embedding + (0.0 if tied else state.head)
+        gradients, workspace = _gradients(rank, 1.0) + fresh * ends, 0.0
+    else:
+        dense = fresh * state.embedding
+        gradients = _gradients(rank, 1.0, root=not tied) + (dense if tied else 0.0)
+        workspace = 0.0 if not tied and not rank.accumulates else dense
+    return _at(
+        rank,
+        gradients,
+        _copies(rank, 0, 0.0, head=False) + _buckets(rank),
+        rank.waiting,
+        (a + 4) * at.wide + workspace,
+    )
+
+
+def _reduction(rank: Rank) -> Items:
+    """FSDP2 sums the gradients of what is no block, all of them in one piece. Where they have added
+    up, they wait in the dtype of the sum already. Gathered weights are gone by then, but for those
+    that wait for the next micro-batch, or in a pipeline for their own reduction."""
+    layout, state, a = rank.job.layout, rank.state, compute_bytes(rank.job.layout)
+    waits = layout.pp > 1 or not layout.reduce_every_micro_batch
+    fresh = 0.0 if waits and rank.accumulates else a * state.root_whole
+    copies = a * rank.pieces.num_blocks * state.block_gathered if layout.pp > 1 else 0.0
+    if layout.zero < 3 and rank.accumulates and not waits:
+        copies = _copies(rank, 0, 0.0, head=False)
+    whole = fresh + master_bytes(layout) * state.root_whole + state.root_gradient
+    return {
+        **_resting(rank),
+        "gradients": _gradients(rank, 1.0),
+        "buffers": copies + (_buckets(rank) if layout.bucket_elements else whole),
+    }
+
+
+def _step(rank: Rank) -> Items:
+    """All gradients, and what the optimiser computes with."""
+    layout, state = rank.job.layout, rank.state
+    released = layout.release_gradients or layout.offload_parameters
+    gradients = 0.0 if released and not state.always else state.gradients
+    return {
+        **_resting(rank),
+        "gradients": gradients,
+        "step": layout.step_bytes * state.shard,
+    }

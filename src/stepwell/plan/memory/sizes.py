@@ -1,0 +1,218 @@
+"""The bytes that one rank's training step is made of. No torch.
+
+N tokens of a micro-batch on this rank, D d_model, F d_ff, V vocabulary (of a tensor rank).
+`a` is the size of the compute dtype, `w` of the wide one (at least float32) that norms and the loss
+are computed in, `p` of the masters, `r` of gradients as they are summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from stepwell.config import Run
+from stepwell.models.activations import (
+    KEEP_LOGITS_BYTES,
+    BlockBytes,
+    Segment,
+    held,
+    local_heads,
+    root_bytes,
+)
+from stepwell.parallel.fp8_layers import (
+    block_linears,
+    fp8_linears,
+    local_shape,
+    usual_kinds,
+)
+from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
+from stepwell.parallel.rules import AxisSizes
+from stepwell.parallel.schedules import next_micro_batches
+from stepwell.plan.footprint.pieces import most_in_flight
+from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
+from stepwell.plan.memory.shards import Held, held_by_block, parts_of_rank
+from stepwell.sections.model import ModelConfig
+
+LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """segments: of the stage of this rank that keeps the most. waiting: activations of the other
+    micro-batches, and other stages, that a pipeline has under way meanwhile. num_blocks: of all
+    this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has none."""
+
+    run: Run
+    axes: AxisSizes
+    grouped: bool
+    num_tokens: int
+    num_micro_batches: int
+    a: int
+    w: int
+    p: int
+    r: int
+    num_blocks: int
+    block: Share
+    root: Share
+    embedding: int
+    head: int
+    segments: tuple[Segment, ...]
+    saved: BlockBytes
+    saved_by_root: int
+    waiting: int
+    block_workspace: int
+    cast_elements: int
+    loss_forward: int
+    loss_backward: int
+    kept_logits: int
+
+    @property
+    def trained(self) -> Held:
+        return self.root.trained.plus(self.block.trained, self.num_blocks)
+
+    @property
+    def frozen_bytes(self) -> int:
+        return self.root.frozen_bytes + self.num_blocks * self.block.frozen_bytes
+
+    @staticmethod
+    def of(
+        run: Run, axes: AxisSizes, pp_rank: int, grouped: bool, accelerator: bool = False
+    ) -> Sizes:
+        """accelerator: the loss takes a chunk's logits at once, not in slices that fit into a CPU's
+        cache."""
+        cfg, tp = run.model, axes.tp
+        a, w = dtype_bytes(run.precision)
+        p, r = DTYPE_BYTES[run.precision.param], DTYPE_BYTES[run.precision.reduce]
+        N = run.train.micro_batch_rows * run.data.seq_len // axes.cp
+        parts = parts_of_rank(run, pp_rank)
+        saved = bytes_of_block(run, axes)
+        kept = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
+        segments = max(kept, key=lambda chosen: held(chosen, saved))
+        last = any(part.last for part in parts)
+        vocab = cfg.vocab_size // tp
+        m = _micro_batches(run, axes)
+        waiting = 0
+        if axes.pp > 1:
+            x = a * N * cfg.d_model // tp
+            mean = sum(held(chosen, saved) + x for chosen in kept) // len(kept)
+            waiting = (in_flight(run, axes, pp_rank, m) - 1) * mean
+            # What is under way: an activation or a gradient at each end of a stage.
+            waiting += x * sum((not part.first) + (not part.last) for part in parts)
+        forward, backward, logits = (
+            _loss(run, N, vocab, a, w, a if grouped else p, accelerator)
+            if last and cfg.has_lm_head
+            else (0, 0, 0)
+        )
+        return Sizes(
+            run=run,
+            axes=axes,
+            grouped=grouped,
+            num_tokens=N,
+            num_micro_batches=m,
+            a=a,
+            w=w,
+            p=p,
+            r=r,
+            num_blocks=sum(len(part.blocks) for part in parts),
+            block=share_of_block(run, axes),
+            root=share_of_root(run, axes, parts),
+            embedding=vocab * cfg.d_model if any(part.first for part in parts) else 0,
+            head=_head_elements(cfg, tp) if last else 0,
+            segments=segments,
+            saved=saved,
+            saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
+            waiting=waiting,
+            block_workspace=_block_workspace(run, N, a, w, tp),
+            cast_elements=_cast_elements(run, axes),
+            loss_forward=forward,
+            loss_backward=backward,
+            kept_logits=logits,
+        )
+
+
+def _micro_batches(run: Run, axes: AxisSizes) -> int:
+    shares = axes.dp_replicate * axes.dp_shard
+    rows = -(-run.train.global_batch_rows // shares)
+    wanted = -(-rows // run.train.micro_batch_rows)
+    return next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
+
+
+def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -> int:
+    """How many (stage, micro-batch) pairs of a rank wait for their backward pass at most."""
+    layout = run.layout
+    stages = layout.pp_stages_per_rank
+    return most_in_flight(layout.pp_schedule, axes.pp, stages, pp_rank, num_micro_batches)
+
+
+def _loss(
+    run: Run, N: int, vocab: int, a: int, w: int, p: int, whole: bool
+) -> tuple[int, int, int]:
+    """Workspace of the loss's forward pass, of its backward pass, and logits that are kept. p: of
+    the head as it is used. whole: a chunk's logits at a time."""
+    chunk = min(run.loss.chunk_tokens, N)
+    keep = {"always": True, "never": False}.get(
+        run.loss.keep_logits, N * vocab * a <= KEEP_LOGITS_BYTES
+    )
+    chunk_logits, D = chunk * vocab, run.model.d_model
+    # logits that are not kept: the chunk before, too, until its name is taken
+    logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
+    piece = chunk_logits if whole else min(LOSS_SLICE_BYTES // 4, chunk_logits)
+    # a slice widened and its gradient (from logits, log-probabilities and probabilities too); or
+    # the head's gradient from one chunk, and widened where it is added up
+    head_gradient = vocab * D * (a + (p if a != p and chunk < N else 0))
+    if run.lora.rank:  # the head is frozen
+        head_gradient = 0
+    backward = logits + max((2 if keep else 4) * w * piece, head_gradient)
+    # forward: a slice widened, and its probabilities
+    return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
+
+
+def _cast_elements(run: Run, axes: AxisSizes) -> int:
+    """Of the matrices of a block (the mean, where blocks differ) that autograd keeps in compute
+    dtype without a process group: those in 8 bits save the weight as it was given."""
+    if run.lora.rank:  # frozen matrices are in compute dtype
+        return share_of_block(run, axes).trained.matrices
+    shapes = block_linears(run.model)
+    eight = sum(prod(shapes[name]) for name in fp8_linears(run, axes.tp))
+    return held_by_block(run, axes).matrices - eight // run.model.num_layers // axes.tp
+
+
+def _quantising(run: Run, N: int, w: int, tp: int, kinds: Collection[str]) -> int:
+    """The most that quantisation of an operand holds: the operand widened, scaled and clamped (in
+    compiled code in one go, and its values in 8 bits and, without a scaled kernel, back again)."""
+    rowwise, largest = run.precision.fp8.recipe == "rowwise", 0
+    for name, shape in block_linears(run.model).items():
+        if name.startswith("blocks.0.") and name.rsplit(".", 1)[-1] in kinds:
+            rows, columns = local_shape(run.model, name, shape, tp)
+            width = max(rows, columns) if rowwise else rows
+            largest = max(largest, N * width, rows * columns)
+    return largest * (w if run.layout.compile else 3 * w)
+
+
+def _block_workspace(run: Run, N: int, a: int, w: int, tp: int) -> int:
+    """The most that a block's backward pass holds besides what was saved: the gradient of the
+    residual stream, and either SwiGLU's gradients (three, but the product is gone by then),
+    attention's twice (whole, and the stretch of documents at hand), or a norm's wide ones, which
+    compiled code does not hold. Tensor ranks gather a gradient, and hold that of what they had
+    gathered. Layers in 8 bits quantise their gradient meanwhile."""
+    cfg, kinds = run.model, usual_kinds(run, tp)
+    mlp = _quantising(run, N, w, tp, kinds & {"w_gate", "w_up", "w_down"})
+    projections = _quantising(run, N, w, tp, kinds & {"wq", "wk", "wv", "wo"})
+    heads, kv_heads = local_heads(cfg, tp)
+    query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
+    gathered = 2 * a * N * cfg.d_model if tp > 1 else 0
+    residual = a * N * cfg.d_model // tp
+    swiglu = 2 * a * N * cfg.d_ff // tp + gathered + mlp
+    attention = a * (query + 2 * (query + 2 * keyvalue)) + gathered
+    projected = a * (query + 2 * keyvalue) + gathered + projections
+    norm = 0 if run.layout.compile else (4 if a < w else 3) * w * N * cfg.d_model // tp
+    # A matrix from 4 bits: its levels in float32, then as they are multiplied.
+    restored = (4 + max(a, 2)) * largest_target(run)
+    return residual + restored + max(swiglu, attention, projected, norm)
+
+
+def _head_elements(cfg: ModelConfig, tp: int) -> int:
+    """Weights that the last stage multiplies its output with, on one tensor rank."""
+    words = cfg.vocab_size // tp * cfg.d_model if cfg.has_lm_head else 0
+    return words + (cfg.num_labels * cfg.d_model if cfg.has_score else 0)

@@ -1,0 +1,168 @@
+"""A method's plan in words and as JSON. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from stepwell.plan.methods.methods import NO_COPY, Evaluated, MethodPlan
+
+GB = 1e9
+NAMES = {
+    "ppo": "policy, critic, reference and reward model",
+    "grpo": "policy and reference",
+    "dpo": "policy and reference",
+    "lora": "the model with its adapters",
+    "qlora": "the model in 4 bits with its adapters",
+}
+
+
+def lines(plan: MethodPlan) -> list[str]:
+    together = plan.num_gpus * plan.asked.limit / GB
+    models = NAMES[plan.method] if "reference" in plan.asked.models else "policy"
+    if plan.method in ("lora", "qlora"):
+        models = NAMES[plan.method]
+    found = [
+        f"{plan.method} of {plan.name} ({plan.parameters / 1e9:.1f} billion parameters) on "
+        f"{plan.num_gpus} x {plan.gpu}",
+        f"{models}: {plan.bytes_per_parameter:.3g} bytes a parameter, "
+        f"{plan.state_bytes / GB:,.0f} GB; the GPUs have {together:,.0f} GB together",
+        "",
+        "as it is usually drawn:",
+        *_indented(_of(plan.asked)),
+    ]
+    found += ["", *_verdict(plan)]
+    if plan.nearest is not None and plan.nearest is not plan.asked and not plan.fits:
+        found += ["", "the nearest that fits:", *_indented(_of(plan.nearest, True))]
+    if plan.elsewhere is not None and not plan.fits:
+        head = f"the nearest that runs as the engine is, on {plan.num_gpus} x {plan.elsewhere.gpu}:"
+        found += ["", head, *_indented(_of(plan.elsewhere, True))]
+    if plan.others:
+        found += ["", "others that fit, and are faster:", *_indented(map(_short, plan.others))]
+    return found
+
+
+def _indented(rows) -> list[str]:
+    return [f"  {row}" for row in rows]
+
+
+def _verdict(plan: MethodPlan) -> list[str]:
+    asked = plan.asked
+    if asked.fits:
+        room = (asked.limit - asked.peak) / GB
+        return [
+            f"it fits: {asked.peak / GB:.1f} of {asked.limit / GB:.1f} GB while {asked.phase}, "
+            f"{room:.1f} GB are free"
+        ]
+    if asked.peak > asked.limit:
+        said = [
+            f"it does not fit: {asked.phase} needs {asked.peak / GB:.1f} GB on a GPU that has "
+            f"{asked.limit / GB:.1f}"
+        ]
+    else:
+        said = [
+            f"it does not fit: a machine's memory would hold {asked.host_of_machine / GB:,.0f} GB "
+            f"and has {(asked.host_limit or 0) / GB:,.0f}"
+        ]
+    if plan.fewest_gpus is not None:
+        said.append(f"from {plan.fewest_gpus} GPUs on it would")
+    else:
+        said.append(f"more GPUs do not help: {_undivided(asked)} on each of them")
+        if plan.fewest_served is not None:
+            enough = f"it would fit from {plan.fewest_served} GPUs on"
+            said.append(f"with servers for {_served(asked)} {enough}, but {NO_COPY}")
+    if plan.nearest is None:
+        said.append("nothing that the engine knows fits on these GPUs")
+    return said
+
+
+def _undivided(asked: Evaluated) -> str:
+    """What every GPU has whole."""
+    whole = []
+    if asked.sampling is not None and not asked.servers.get("sampler"):
+        whole.append(f"the sampler's copy of the weights ({asked.sampling.weights / GB:,.0f} GB)")
+    if asked.placement.reward == "model":
+        whole.append(f"the reward model ({asked.models['reward'].total / GB:,.0f} GB)")
+    if asked.placement.adapters == "qlora":
+        whole.append("the base in 4 bits")
+    return " and ".join(whole) + (" are whole" if len(whole) > 1 else " is whole")
+
+
+def _served(asked: Evaluated) -> str:
+    return "sampling and scoring" if asked.placement.reward == "model" else "sampling"
+
+
+def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
+    found = []
+    if one.changes:
+        found.append("; ".join(one.changes))
+    servers = "".join(f", {n} for the {name}" for name, n in one.servers.items())
+    found.append(f"{one.trainers} GPUs train{servers}: {one.layout}")
+    for name, model in one.models.items():
+        if name == "reward" and one.placement.reward == "program":
+            continue
+        host = f", {model.host / GB:,.1f} GB on the host" if model.host else ""
+        parts = ", ".join(
+            f"{part} {n / GB:,.1f}" for part, n in model.named().items() if n and part != "host"
+        )
+        said = f" ({parts})" if parts else "" if host else " (nothing of its own on these GPUs)"
+        found.append(f"{name:<10}{model.total / GB:>8,.1f} GB a GPU{said}{host}")
+    phases = ", ".join(f"{name} {n / GB:,.1f}" for name, n in one.phases.items())
+    found.append(f"at its worst, GB of {one.limit / GB:.1f}: {phases}")
+    if one.sampling is not None:
+        s = one.sampling
+        found.append(
+            f"sampling: {s.weights / GB:,.1f} GB of weights and {s.cache / GB:,.1f} GB of keys and "
+            f"values on a GPU, {s.slots} answers at once"
+        )
+    if one.host_of_machine:
+        known = one.host_limit
+        has = f"of {known / GB:,.0f} GB" if known else "GB (what it has is not known)"
+        found.append(f"host memory of a machine: {one.host_of_machine / GB:,.0f} {has}")
+    found.append(f"a step: {one.step_s:,.1f} s ({_parts(one)})")
+    if with_settings:
+        usual = {"layout.tp": 1, "remat.mode": "none"}
+        keys = [(key, value) for key, value in one.settings.items() if usual.get(key) != value]
+        found.append(
+            " ".join(f"--{key} {str(value).replace('True', 'true')}" for key, value in keys)
+        )
+    if one.lacks:
+        found.append(f"but {one.lacks}")
+    return found
+
+
+def _parts(one: Evaluated) -> str:
+    shown = [(name, s) for name, s in one.times.items() if s >= 0.005 * one.step_s]
+    return ", ".join(f"{name} {s:,.1f}" for name, s in shown)
+
+
+def _short(one: Evaluated) -> str:
+    said = "; ".join(one.changes) or "as drawn"
+    return f"{said}: {one.peak / GB:.1f} GB, {one.step_s:,.1f} s a step"
+
+
+def as_json(plan: MethodPlan) -> dict[str, Any]:
+    def told(one: Evaluated | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        more = {"peak": one.peak, "phase": one.phase, "fits": one.fits, "step_s": one.step_s}
+        return {**asdict(one), **more}
+
+    return {
+        "method": plan.method,
+        "model": plan.name,
+        "gpu": plan.gpu,
+        "num_gpus": plan.num_gpus,
+        "parameters": plan.parameters,
+        "bytes_per_parameter": plan.bytes_per_parameter,
+        "state_bytes": plan.state_bytes,
+        "workload": asdict(plan.workload),
+        "fits": plan.fits,
+        "fewest_gpus": plan.fewest_gpus,
+        "fewest_served": plan.fewest_served,
+        "asked": told(plan.asked),
+        "nearest": told(plan.nearest),
+        "others": [told(one) for one in plan.others],
+        "elsewhere": told(plan.elsewhere),
+        "text": plan.lines(),
+    }

@@ -1,0 +1,186 @@
+"""A model under data parallelism and the ZeRO stages: what a GPU holds, what a step sends. No
+torch.
+
+Mixed precision with Adam, as ZeRO counts it (1910.02054, figure 1 and section 7): 2 bytes of weight
+and 2 of gradient a parameter, 12 of float32 master and two moments. P parameters, n GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.job import Dims
+from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
+from stepwell.plan.steptime.flows import ring_rate
+from stepwell.types import ConfigError
+
+GB = 1e9
+STAGES = (0, 1, 2, 3)
+NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+WEIGHTS, GRADIENTS, OPTIMIZER = 2, 2, 12  # bytes a parameter
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """Bytes on a GPU; room: what is left for activations, negative if the state alone is too much.
+    sent_bytes: of a GPU and step of one micro-batch, with gradients in bf16. *_s: what that takes
+    on the fast links of a machine, and between machines, whose network cards share it.
+    fewest_gpus: from which number on the state fits, None: from none."""
+
+    name: str
+    stage: int
+    weights: float
+    gradients: float
+    optimizer: float
+    room: float
+    sent_bytes: float
+    scaleup_s: float
+    network_s: float
+    fewest_gpus: int | None
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def fits(self) -> bool:
+        return self.room >= 0
+
+
+@dataclass(frozen=True)
+class ZeroTable:
+    """links: which of the two times is this cluster's, at this number of GPUs."""
+
+    name: str
+    parameters: int
+    num_gpus: int
+    gpu: str
+    gpu_bytes: int
+    links: str
+    rows: tuple[ZeroRow, ...]
+
+    def lines(self) -> list[str]:
+        head = (
+            f"{self.name}: {self.parameters / 1e9:.1f} billion parameters, "
+            f"{16 * self.parameters / GB:,.0f} GB of weights, gradients and optimiser state, on "
+            f"{self.num_gpus} x {self.gpu} ({self.gpu_bytes / GB:.0f} GB each)"
+        )
+        table: list[tuple[str, ...]] = [
+            (
+                "",
+                "weights",
+                "gradients",
+                "optimiser",
+                "GB a GPU",
+                "fits",
+                "sent",
+                "in machine",
+                "between",
+            )
+        ]
+        for row in self.rows:
+            table.append(
+                (
+                    row.name,
+                    *(f"{n / GB:,.1f}" for n in (row.weights, row.gradients, row.optimizer)),
+                    f"{row.total / GB:,.1f}",
+                    "yes" if row.fits else "no",
+                    f"{row.sent_bytes / GB:,.0f} GB",
+                    f"{row.scaleup_s:.2f} s",
+                    f"{row.network_s:.2f} s",
+                )
+            )
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        rows = [
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
+        ]
+        return [head, "", *rows, "", *self.reasons()]
+
+    def reasons(self) -> list[str]:
+        """Why a stage does not fit, and what would."""
+        return [self._reason(row) for row in self.rows]
+
+    def _reason(self, row: ZeroRow) -> str:
+        fixed, divided = _parts(row.stage)
+        if row.fits:
+            said = f"{row.name} leaves {row.room / GB:.1f} GB for activations"
+            if row.stage < 3:
+                return said + "."
+            more = zero_volume_in_parameters(3) / zero_volume_in_parameters(2)
+            return f"{said}, and sends {more:g} times as much."
+        if not divided:
+            held = f"{row.total / GB:,.0f} GB"
+            return f"{row.name} holds everything on each GPU, {held}, on however many."
+        said = (
+            f"{row.name} divides {divided} of 16 bytes a parameter, which leaves "
+            f"{row.total / GB:,.1f} GB"
+        )
+        if row.fewest_gpus is None:
+            held = (
+                f"the {fixed} bytes that it does not divide are {fixed * self.parameters / GB:,.0f}"
+            )
+            return f"{said}; {held} GB: no number of GPUs is enough."
+        return f"{said}; from {row.fewest_gpus} GPUs on the state fits."
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "total": row.total, "fits": row.fits} for row in self.rows]
+        return {**asdict(self), "rows": rows, "reasons": self.reasons()}
+
+
+def zero_table(dims: Dims, cluster: Cluster, num_gpus: int, efficiency: float = 1.0) -> ZeroTable:
+    """The state alone; activations come on top. Times are at `efficiency` times the links' rates,
+    with nothing hidden behind computation. Raises ConfigError for less than one GPU."""
+    if num_gpus < 1:
+        raise ConfigError(f"num_gpus={num_gpus} must be at least 1")
+    P, room = dims.parameters(), cluster.accelerator.memory_bytes
+    rows = []
+    for stage, name in zip(STAGES, NAMES, strict=True):
+        weights = WEIGHTS * P / (num_gpus if stage >= 3 else 1)
+        gradients = GRADIENTS * P / (num_gpus if stage >= 2 else 1)
+        total = zero_bytes_per_parameter(stage, num_gpus) * P
+        sent = zero_volume_in_parameters(stage) * 2 * P * (num_gpus - 1) / num_gpus
+        rows.append(
+            ZeroRow(
+                name=name,
+                stage=stage,
+                weights=weights,
+                gradients=gradients,
+                optimizer=total - weights - gradients,
+                room=room - total,
+                sent_bytes=sent,
+                scaleup_s=sent / (efficiency * cluster.scaleup_bytes_per_s),
+                network_s=sent / (efficiency * ring_rate(cluster, cluster.scaleup_gpus)),
+                fewest_gpus=fewest_gpus(stage, P, room),
+            )
+        )
+    return ZeroTable(
+        name=dims.name,
+        parameters=P,
+        num_gpus=num_gpus,
+        gpu=cluster.accelerator.name,
+        gpu_bytes=room,
+        links="network" if cluster.spans_network(num_gpus) else "scaleup",
+        rows=tuple(rows),
+    )
+
+
+def _parts(stage: int) -> tuple[int, int]:
+    """Bytes a parameter that every GPU holds, and those that are divided."""
+    divided = {0: 0, 1: OPTIMIZER, 2: OPTIMIZER + GRADIENTS, 3: 16}[stage]
+    return 16 - divided, divided
+
+
+def fewest_gpus(stage: int, parameters: int, gpu_bytes: float) -> int | None:
+    """The least n with zero_bytes_per_parameter(stage, n) * P <= gpu_bytes."""
+    fixed, divided = _parts(stage)
+    left = gpu_bytes - fixed * parameters
+    if left < 0 or (left == 0 and divided):
+        return None
+    return max(1, ceil(divided * parameters / left)) if divided else 1

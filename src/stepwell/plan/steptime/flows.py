@@ -1,0 +1,97 @@
+"""How long a step's collectives take by themselves, by axis and phase; what hides them is the
+step's affair. No torch.
+
+A ring passes a group's bytes through every machine's border once, on as many network cards as the
+group has ranks there: its rate is the smaller of the scale-up links' and the network's times those
+ranks. An exchange sends every rank's share through its own card, each token once to a machine that
+has any of its experts (DeepSeek-V3, 2412.19437, 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import log2
+
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.comms.collectives import Sent
+
+# Devices that are linked to each other in pairs, up to eight of them.
+UNSWITCHED = ("v100", "mi")
+# A message inside a machine takes this share of one between machines.
+NEAR_HOP = 0.1
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Of one axis and phase in a step: seconds at the full rates of the scale-up links and of the
+    network, and messages that wait for each other, in hops between machines."""
+
+    axis: str
+    phase: str
+    scaleup_s: float
+    network_s: float
+    hops: float
+
+    def seconds(self, scaleup: float, network: float, hop_s: float) -> float:
+        return self.scaleup_s / scaleup + self.network_s / network + self.hops * hop_s
+
+
+def flows(sent: Iterable[Sent], machines: Cluster, copies: int = 1) -> tuple[Flow, ...]:
+    """copies: experts that a token goes to."""
+    table: dict[tuple[str, str], list[float]] = {}
+    for one in sent:
+        sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0])
+        for i, value in enumerate(_one(one, machines, copies)):
+            sums[i] += one.calls * value
+    return tuple(Flow(axis, phase, *sums) for (axis, phase), sums in table.items())
+
+
+def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, float]:
+    """Of one call."""
+    near = min(sent.num_ranks, max(1, machines.scaleup_gpus // sent.stride))
+    num_bytes = sent.wire_bytes
+    if sent.axis == "pp":
+        far = sent.stride * sent.num_ranks > machines.scaleup_gpus
+        rate = machines.network_bytes_per_s if far else machines.scaleup_bytes_per_s
+        return (0.0, num_bytes / rate, 1.0) if far else (num_bytes / rate, 0.0, NEAR_HOP)
+    hops = _hops(sent, near)
+    if near >= sent.num_ranks:
+        return num_bytes / _scaleup_rate(machines, near), 0.0, hops
+    if sent.kind == "all-to-all":
+        domains = sent.num_ranks / near
+        reached = (domains - 1) * (1 - (1 - 1 / domains) ** copies)
+        whole = num_bytes * sent.num_ranks / (sent.num_ranks - 1)
+        network_s = whole * reached / copies / machines.network_bytes_per_s
+        scaleup_s = num_bytes / machines.scaleup_bytes_per_s
+        # Machines pass on inside what arrives from outside, as it arrives.
+        return (0.0, network_s, hops) if network_s > scaleup_s else (scaleup_s, 0.0, hops)
+    rate = ring_rate(machines, near)
+    if rate < machines.scaleup_bytes_per_s:
+        return 0.0, num_bytes / rate, hops
+    return num_bytes / rate, 0.0, hops
+
+
+def ring_rate(machines: Cluster, near: int) -> float:
+    """Bytes a second of a rank in a ring through several machines, `near` of its ranks in each."""
+    return min(near * machines.network_bytes_per_s, machines.scaleup_bytes_per_s)
+
+
+def _scaleup_rate(machines: Cluster, num_ranks: int) -> float:
+    """Without a switch a few ranks use the links among them only."""
+    peers = machines.scaleup_gpus - 1
+    if machines.accelerator.name.startswith(UNSWITCHED) and 1 < machines.scaleup_gpus <= 8:
+        return machines.scaleup_bytes_per_s * (num_ranks - 1) / peers
+    return machines.scaleup_bytes_per_s
+
+
+def _hops(sent: Sent, near: int) -> float:
+    """Rings wait for every rank in turn, reductions to all climb trees between machines, exchanges
+    go out side by side."""
+    machines = sent.num_ranks / near
+    inside = NEAR_HOP * (near - 1)
+    if sent.kind == "all-reduce":
+        return 2 * (inside + log2(machines))
+    if sent.kind == "all-to-all":
+        return NEAR_HOP + (1.0 if machines > 1 else 0.0)
+    return inside + machines - 1

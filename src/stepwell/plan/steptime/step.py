@@ -1,0 +1,441 @@
+"""How long a step takes, and where its time goes. Closed form, no torch.
+
+`ledger(job)` counts what no rate changes; `price` turns it into seconds with the coefficients. A
+step is its busiest pipeline rank's: products, attention and memory traffic one after another, what
+of the communication nothing hides, the bubble, the optimiser.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log2
+
+from stepwell.parallel.schedules import bubble_fraction
+from stepwell.plan.comms.collectives import Sent, collectives
+from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.steptime.coefficients import (
+    POWER_LIMITED,
+    SHIPPED,
+    Coefficients,
+    fastest_matmul,
+    generation,
+    peak,
+)
+from stepwell.plan.steptime.flows import Flow, flows
+from stepwell.plan.steptime.work import Pass, Product, Work, work_of
+
+# Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
+# three written, the gradient's norm read before, the 16-bit copy written.
+ADAMW_BYTES = 34.0
+ADAMW_8BIT_BYTES = 22.0
+# The same on the host, and what the processors of a machine move: ZeRO-Offload's AdamW steps 10^9
+# parameters in .22 s on two Xeons (2101.06840, table 4).
+HOST_ADAMW_BYTES, HOST_BYTES_PER_S = 28.0, 127e9
+# Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
+# computes it except where its scale needs a pass of its own.
+CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 5.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
+# Tensors of a block with biases: four matrices, two norms.
+PARAMETERS_OF_A_BLOCK = 12
+# Share of tensor ranks' communication that products hide where a program overlaps them.
+TENSOR_HIDDEN = 0.6
+# Length of the summed dimension at which a product has half its rate: its start and its end.
+SHORT_PRODUCT = 64.0
+# Pauses between kernels on the device.
+KERNEL_GAP_S = 2e-6
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """parts: seconds by name; they add up to total_s. model_flops: of the step on one GPU, causal
+    attention counted by half, nothing recomputed counted. hardware_flops: with what is recomputed.
+    ideal_s: model_flops at peak_flops_per_s, the datasheet's for the run's precision."""
+
+    parts: dict[str, float]
+    model_flops: float
+    hardware_flops: float
+    peak_flops_per_s: float
+    tokens: int
+    num_gpus: int
+    product_peak_s: float
+    attention_peak_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def mfu(self) -> float:
+        return self.model_flops / self.peak_flops_per_s / self.total_s
+
+    @property
+    def hfu(self) -> float:
+        return self.hardware_flops / self.peak_flops_per_s / self.total_s
+
+    @property
+    def bubble_share(self) -> float:
+        """Of the step."""
+        return self.parts.get("bubble", 0.0) / self.total_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication that nothing hides."""
+        return sum(s for name, s in self.parts.items() if name.startswith("exposed "))
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        return self.tokens / self.total_s / self.num_gpus
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a step asks for, before any rate."""
+
+    job: Job
+    work: Work
+    flows: tuple[Flow, ...]
+
+
+def ledger(job: Job) -> Ledger:
+    copies = job.dims.experts.top_k if job.dims.experts else 1
+    sent = collectives(job)
+    if job.layout.trained_share < 1:
+        sent = [_of_trained(one, job.layout.trained_share) for one in sent]
+    if job.layout.program == "fsdp" and job.layout.compiled and job.layout.precision == "fp8":
+        sent = [_in_8_bits(one) for one in sent]
+    if job.layout.program == "fsdp" and not job.layout.overlap_data:
+        sent = [_by_parameter(one) for one in sent]
+    if job.layout.program == "megatron" and job.layout.zero:
+        sent = [part for one in sent for part in _by_groups(one, job.layout)]
+    return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
+
+
+def _in_8_bits(sent: Sent) -> Sent:
+    """FSDP programs gather what they multiply with."""
+    if sent.purpose == "gather weights":
+        return replace(sent, num_bytes=sent.num_bytes // 2)
+    return sent
+
+
+def _by_parameter(sent: Sent) -> Sent:
+    """Before FSDP gathered blocks, ZeRO-3 gathered and reduced each parameter by itself."""
+    if sent.axis != "dp_shard":
+        return sent
+    pieces = PARAMETERS_OF_A_BLOCK
+    return replace(sent, num_bytes=sent.num_bytes // pieces, calls=sent.calls * pieces)
+
+
+def _by_groups(sent: Sent, layout: Arrangement) -> list[Sent]:
+    """A sharded optimiser within groups of data ranks: gradients are scattered within a group and
+    summed up across groups, weights handed out within."""
+    if sent.axis != "dp_shard":
+        return [sent]
+    shards = layout.dp_shard * layout.cp
+    own = replace(sent, num_ranks=shards)
+    if sent.kind == "all-gather" and layout.shards_broadcast:
+        each = sent.num_bytes // shards
+        return [replace(own, kind="broadcast", num_bytes=each, calls=sent.calls * shards)]
+    if layout.dp_replicate == 1 or sent.kind == "all-gather":
+        return [own] if shards > 1 else []
+    across = replace(
+        sent,
+        kind="all-reduce",
+        axis="dp_replicate",
+        num_ranks=layout.dp_replicate,
+        stride=sent.stride * shards,
+        num_bytes=sent.num_bytes // shards,
+    )
+    return [own, across] if shards > 1 else [across]
+
+
+def _of_trained(sent: Sent, share: float) -> Sent:
+    """Gradients, and weights that the optimiser has changed, are the trained ones'."""
+    if sent.purpose in ("reduce gradients", "sum replicas") or sent.phase == "optimizer":
+        return replace(sent, num_bytes=int(sent.num_bytes * share))
+    return sent
+
+
+def predict_step(job: Job, coefficients: Coefficients = SHIPPED) -> StepTime:
+    """Raises ConfigError for a precision that the device has no rate for."""
+    return price(ledger(job), coefficients)
+
+
+# --- a pass ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s and bytes/s that a device gives; the seconds of a kernel's launch."""
+
+    sixteen: float
+    low: float
+    flash: float
+    memory: float
+    unfused: float
+    launch_s: float
+    cast_factor: float
+
+    def product_s(self, p: Product) -> float:
+        rate = (self.low if p.low else self.sixteen) * p.fill
+        rate *= p.summed / (p.summed + SHORT_PRODUCT)
+        return max(p.flops / rate, p.num_bytes / self.memory)
+
+
+def rates_of(job: Job, c: Coefficients) -> Rates:
+    device, layout = job.cluster.accelerator, job.layout
+    sustained = c.sustained if device.name in POWER_LIMITED else 1.0
+    if layout.precision == "fp32":
+        sixteen = peak(device, 32) * c.matmul_16
+    else:
+        sixteen = fastest_matmul(device, 16) * c.matmul_16 * sustained
+    low = sixteen
+    if layout.precision == "fp8":
+        bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
+        low = fastest_matmul(device, bits) * share * sustained
+    flash = c.attention
+    if layout.attention_kernel != "native" and generation(device) not in ("volta", "ampere"):
+        flash *= c.attention_older
+    if layout.attention_kernel == "triton":
+        flash *= c.attention_triton
+    return Rates(
+        sixteen,
+        low,
+        flash * fastest_matmul(device, 16),
+        device.bandwidth_bytes_per_s * c.memory,
+        1.0 if layout.compiled else c.eager,
+        c.launch_s,
+        CAST_FACTOR.get(layout.recipe, 1.0),
+    )
+
+
+@dataclass
+class Seconds:
+    """Of a pass, or a sum of passes."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    casts: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.casts + self.host
+
+    def add(self, other: Seconds, times: float = 1.0) -> None:
+        self.products += times * other.products
+        self.attention += times * other.attention
+        self.memory += times * other.memory
+        self.casts += times * other.casts
+        self.host += times * other.host
+
+
+def pass_seconds(one: Pass, rates: Rates) -> Seconds:
+    """The host launches kernels ahead; where it takes longer than they do, they wait for it."""
+    products = sum(rates.product_s(p) for p in one.products)
+    attention = sum(rates.product_s(p) for p in one.scores) + one.flash_flops / rates.flash
+    memory = (one.moved_bytes + one.fusible_bytes * rates.unfused) / rates.memory
+    casts = sum(p.cast_bytes for p in one.products) * rates.cast_factor / rates.memory
+    gaps = one.num_kernels * KERNEL_GAP_S
+    busy = products + attention + memory + casts + gaps
+    host = gaps + max(0.0, one.num_kernels * rates.launch_s - busy)
+    return Seconds(products, attention, memory, casts, host)
+
+
+# --- a step ----------------------------------------------------------------------------------
+
+
+def price(counted: Ledger, c: Coefficients) -> StepTime:
+    job, work = counted.job, counted.work
+    layout = job.layout
+    rates = rates_of(job, c)
+    ranks = _ranks(work, layout, rates)
+    busiest = max(ranks, key=lambda pair: pair[0].total + pair[1].total + pair[2].total)
+    forward, backward, again = busiest
+    m = layout.num_micro_batches
+    parts = {
+        "products": m * (forward.products + backward.products),
+        "attention": m * (forward.attention + backward.attention),
+        "memory": m * (forward.memory + backward.memory),
+        "quantisation": m * (forward.casts + backward.casts + again.casts),
+        "host": m * (forward.host + backward.host + again.host),
+        "recomputation": m * (again.total - again.casts - again.host),
+    }
+    exposed = _exposed(counted, c, forward, backward, again)
+    parts.update(exposed)
+    inner = m * (forward.total + backward.total + again.total)
+    inner += sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
+    parts["bubble"] = _bubble(layout, inner / m, ranks)
+    parts["exposed offload"] = _offload(job, forward.total + backward.total + again.total)
+    parts["optimizer"] = _optimizer(job, work, rates)
+    parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
+    return _step_time(job, work, parts)
+
+
+def _ranks(work: Work, layout: Arrangement, rates: Rates):
+    """Seconds of a micro-batch, (forward, backward, again), on a middle rank and the one with the
+    head."""
+    pieces = [
+        (
+            pass_seconds(piece.forward, rates),
+            pass_seconds(piece.backward, rates),
+            pass_seconds(piece.again, rates) if piece.again else Seconds(),
+            fullest,
+            last,
+        )
+        for piece, fullest, _, last in work.blocks
+    ]
+    middle = (Seconds(), Seconds(), Seconds())
+    final = (Seconds(), Seconds(), Seconds())
+    for *passes, fullest, last in pieces:
+        for i, one in enumerate(passes):
+            middle[i].add(one, fullest)
+            final[i].add(one, last)
+    final[0].add(pass_seconds(work.head.forward, rates))
+    final[1].add(pass_seconds(work.head.backward, rates))
+    embedding = pass_seconds(work.embedding, rates)
+    if layout.pp == 1:
+        final[0].add(embedding)
+        return [final]
+    return [middle, final]
+
+
+def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
+    """What the busiest rank waits: the other stages' time of one micro-batch, and as much less with
+    the schedule as with even stages."""
+    p = layout.pp
+    if p == 1:
+        return 0.0
+    totals = [sum(part.total for part in rank) for rank in ranks]
+    mean = ((p - 1) * totals[0] + totals[-1]) / p
+    others = p * mean - max(totals)
+    waits = others * micro_batch_s / max(totals)
+    m = layout.num_micro_batches
+    even = bubble_fraction(layout.schedule, p, m, layout.stages_per_rank)
+    return waits * even * m / (p - 1)
+
+
+def _offload(job: Job, micro_batch_s: float) -> float:
+    """Blocks' inputs (all that they keep, unless they recompute) go to the host and back beside
+    computing; a rank's weights come from there for each pass."""
+    layout, dims = job.layout, job.dims
+    link, m = job.cluster.pcie_bytes_per_s, layout.num_micro_batches
+    seconds = 0.0
+    if layout.offload_activations:
+        kept = 1 if layout.recompute == "full" else 12
+        blocks = dims.num_layers / layout.pp
+        seconds += 2 * kept * 2.0 * layout.tokens_of_rank * dims.d_model * blocks / layout.tp / link
+    if layout.offload_parameters:
+        shards = layout.pp * layout.tp * layout.dp_shard * layout.cp
+        seconds += 2 * 2.0 * dims.parameters() / shards / link
+    return m * max(0.0, seconds - micro_batch_s)
+
+
+def _optimizer(job: Job, work: Work, rates: Rates) -> float:
+    layout = job.layout
+    shards = layout.dp_shard * layout.cp if layout.zero else 1
+    own = work.trained_parameters / shards
+    each = ADAMW_8BIT_BYTES if layout.optimizer == "adamw8bit" else ADAMW_BYTES
+    if layout.state_precision == "bf16":
+        each /= 2
+    step_s = own * each / rates.memory
+    if layout.offload_optimizer or layout.offload_parameters:
+        # Gradients go down and weights come up while the host steps those that are there.
+        host = HOST_BYTES_PER_S / job.cluster.gpus_per_node
+        step_s = own * max(4.0 / job.cluster.pcie_bytes_per_s, HOST_ADAMW_BYTES / host)
+    sums = 0.0
+    if not layout.reduce_every_micro_batch:
+        size = 2 if layout.gradient_precision == "bf16" else 4
+        sums = layout.num_micro_batches * work.trained_parameters * 2 * size
+    return step_s + sums / rates.memory
+
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Seconds, again: Seconds):
+    """Communication by axis that nothing hides, and how much it slows what hides the rest.
+
+    Weights are gathered and gradients reduced beside the passes that need them, or, where
+    gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
+    other; context ranks' keys travel beside attention; stages' messages beside the next pass where
+    a rank has several.
+    """
+    layout = counted.job.layout
+    m = layout.num_micro_batches
+    exposed: dict[str, float] = {}
+    hidden = 0.0
+    windows = _windows(layout, m, forward, backward, again)
+    for flow in counted.flows:
+        seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
+        if flow.axis == "tp":
+            open_s = seconds * (1 - TENSOR_HIDDEN if layout.overlap_tp else 1)
+        elif flow.axis == "cp":
+            open_s = max(0.0, seconds - m * (forward.attention + backward.attention) / 2)
+        elif flow.axis in ("ep", "world"):
+            open_s = seconds
+        elif flow.axis == "pp":
+            open_s = seconds / (2 if layout.stages_per_rank > 1 else 1)
+        else:
+            open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
+            windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
+        axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
+        hidden += seconds - open_s if axis == "data" else 0.0
+        exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
+    exposed["contention"] = c.contention * hidden
+    return exposed
+
+
+def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, again: Seconds):
+    """Seconds of computing beside which data ranks communicate, by phase."""
+    if not layout.overlap_data:
+        return {}
+    gathers = m if layout.zero == 3 and layout.reshard != "never" else 1
+    reduces = m if layout.reduce_every_micro_batch else 1
+    # The first block's weights and the last one's gradients have nothing beside them.
+    share = 0.95
+    return {
+        "forward": share * gathers * forward.total,
+        "backward": share * reduces * (backward.total + again.total),
+        "optimizer": 0.0 if layout.shards_broadcast else share * forward.total,
+    }
+
+
+# --- FLOPs -----------------------------------------------------------------------------------
+
+
+def _step_time(job: Job, work: Work, parts: dict[str, float]) -> StepTime:
+    layout, dims = job.layout, job.dims
+    device = job.cluster.accelerator
+    tokens = layout.global_batch_tokens
+    matrices, attention = flops_per_token(dims, layout.seq_len)
+    scale = tokens / layout.num_gpus
+    again = {"none": 0.0, "selective": 0.0, "every": 1 / layout.recompute_every, "budget": 0.5}
+    share = again.get(layout.recompute, 1.0)
+    trained = 3.0 if layout.trained_share > 0.5 else 2.0
+    model = (trained * matrices + 3 * attention) * scale
+    head = 2.0 * dims.embedding_parameters
+    more = share * (matrices - head + attention) * scale
+    bits = {"fp8": 4 if layout.recipe == "nvfp4" else 8, "fp32": 32}.get(layout.precision, 16)
+    top = peak(device, bits)
+    return StepTime(
+        parts=parts,
+        model_flops=model,
+        hardware_flops=model + more,
+        peak_flops_per_s=top,
+        tokens=tokens,
+        num_gpus=layout.num_gpus,
+        product_peak_s=trained * matrices * scale / top,
+        attention_peak_s=3 * attention * scale / top,
+    )
+
+
+def flops_per_token(dims: Dims, seq_len: int) -> tuple[float, float]:
+    """Forward FLOPs of the matrices (blocks that the token meets, and the head) and of causal
+    attention."""
+    d = dims
+    dense = d.num_layers - d.num_expert_layers
+    blocks = d.num_layers * d.attention_parameters + dense * d.mlp_parameters(d.d_ff)
+    if d.experts:
+        one = d.mlp_parameters(d.experts.d_ff)
+        blocks += d.num_expert_layers * one * (d.experts.top_k + d.experts.num_shared)
+    return 2.0 * (blocks + d.embedding_parameters), 2.0 * d.num_layers * d.score_width * seq_len

@@ -1,0 +1,230 @@
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from stepwell.config import Run
+from stepwell.plan.cluster import cluster
+from stepwell.plan.dims import find_model
+from stepwell.plan.explain.answer import (
+    Review,
+    Searched,
+    as_json,
+    memory_items,
+    review_json,
+    training,
+)
+from stepwell.plan.explain.change import changed, refilled
+from stepwell.plan.explain.knobs import gap, knobs, measured_step_s, together
+from stepwell.plan.explain.reasons import PARTS, explain
+from stepwell.plan.job import job_of
+from stepwell.plan.search.search import Candidate, Prices, batches, pareto, search
+from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.steptime.step import predict_step
+from stepwell.presets import preset
+from stepwell.types import ConfigError
+
+GIB = 2**30
+H100 = cluster("h100-sxm")
+EIGHT = find_model("llama3-8b")
+
+
+@pytest.fixture(scope="module")
+def prices():
+    return Prices(EIGHT.dims, H100, EIGHT.config)
+
+
+@pytest.fixture(scope="module")
+def answer(prices):
+    pins = Pins(max_cp=2, max_pp=2, precision="bf16")
+    ranking = search(EIGHT.dims, H100, 16, 8192, 64 * 8192, pins, prices=prices)
+    return Searched(
+        ranking,
+        explain(ranking, prices),
+        tuple(pareto(ranking.found)),
+        tuple(batches(ranking, prices, (0.5,))),
+        tuple(knobs(prices, ranking.task, ranking.best.layout, EIGHT.config)),
+        10**12,
+    )
+
+
+@pytest.fixture(scope="module")
+def review():
+    run = Run.parse({"model": preset("llama3-8b").model_dump(exclude_none=True)}, {
+        "layout.compile": True, "data.seq_len": 4096, "train.global_batch_rows": 512,
+        "train.micro_batch_rows": 1, "layout.dp_shard": 64,
+    })  # fmt: skip
+    job = job_of(run, 64, H100)
+    p = Prices(job.dims, H100, run.model)
+    task = Task(job.dims, H100, 64, 4096, 512)
+    candidate = Candidate(job, p.memory(job.layout), p.time(job.layout))
+    found = tuple(knobs(p, task, job.layout, run.model))
+    measured = gap(job, 1.3 * candidate.step_s)
+    more = tuple(together(p, task, job.layout, run.model))
+    return Review(run, task, candidate, found, more, None, measured, ())
+
+
+def test_every_axis_has_a_reason_with_numbers(answer):
+    reasons = {reason.axis: reason for reason in answer.explanation.reasons}
+    wanted = {"fit", "zero", "tp", "pp", "cp", "data", "micro_batch_rows", "recompute"}
+    assert wanted <= set(reasons)
+    assert list(reasons)[:3] == ["fit", "zero", "tp"]  # the decision tree's order
+    assert "120 GiB" in reasons["fit"].text  # 8.03e9 * 16 bytes
+    for reason in reasons.values():
+        for other in reason.alternatives:
+            assert other.label in reason.text
+            if not other.alone.fits and not other.alone.broken:
+                assert f"{other.alone.peak_bytes / GIB:.1f} GiB of 79.1" in reason.text
+
+
+def test_no_alternative_is_better(answer):
+    best = answer.best
+    for reason in answer.explanation.reasons:
+        for other in reason.alternatives:
+            if other.alone.works:
+                assert other.alone.step_s >= best.step_s * (1 - 1e-6), other.label
+            if other.best is not None and not other.alone.broken:
+                assert other.best.step_s >= best.step_s * (1 - 1e-6), other.label
+
+
+def test_reliefs_only_relieve_and_the_largest_binds(answer):
+    explanation, best = answer.explanation, answer.best
+    for relief in explanation.reliefs:
+        assert relief.step_s <= best.step_s * (1 + 1e-6), relief.name
+    assert explanation.binding.step_s == min(r.step_s for r in explanation.reliefs)
+    assert {"memory", "network", "scale-up links"} <= {r.name for r in explanation.reliefs}
+
+
+def test_scenarios_move_the_right_way(answer):
+    found = {s.name: s.per_token for s in answer.explanation.scenarios}
+    assert found["half the network"] >= 1 - 1e-6
+    assert found["twice the memory"] <= 1 + 1e-6
+    assert "products in 8 bits" not in found  # the precision was given
+
+
+def test_runners_up_are_of_other_meshes(answer):
+    seen = [(c.layout.tp, c.layout.cp, c.layout.pp) for c in answer.explanation.runners_up]
+    assert len(seen) == len(set(seen))
+    best = answer.best.layout
+    assert (best.tp, best.cp, best.pp) not in seen
+
+
+def test_parts_have_names_in_words(answer):
+    assert set(answer.best.step.parts) <= set(PARTS)
+
+
+def test_json_has_stable_keys_and_adds_up(answer):
+    found = json.loads(json.dumps(as_json(answer, 5)))
+    for key in ("memory/peak_bytes", "comm/exposed_s", "time/step_s", "mfu", "speed/tokens_per_s"):
+        assert found[key] >= 0
+    assert sum(found["memory/items"].values()) == pytest.approx(
+        found["memory/peak_bytes"], rel=1e-6
+    )
+    assert sum(found["time/parts"].values()) == pytest.approx(found["time/step_s"])
+    assert sum(w["seconds"] for w in found["waterfall"]) == pytest.approx(found["time/step_s"])
+    assert len(found["ranked"]) <= 5
+    assert found["training"]["days"] == pytest.approx(1e12 / found["speed/tokens_per_s"] / 86400)
+    assert found["settings"]["layout.tp"] == answer.best.layout.tp
+    assert sum(memory_items(answer.best).values()) == pytest.approx(answer.best.peak_bytes)
+    assert training(answer.best, 10**12)["gpu_hours"] > 0
+
+
+def filled(layout, num_gpus, changes):
+    found = refilled(replace(layout, **changes), num_gpus, changes)
+    assert found is not None
+    return found
+
+
+def test_other_axes_are_refilled_by_data_ranks(answer):
+    sizes = {"tp": 1, "cp": 1, "pp": 1, "dp_shard": 64, "dp_replicate": 1}
+    layout = replace(answer.best.layout, schedule="1f1b", stages_per_rank=1, **sizes)
+    assert filled(layout, 64, {"tp": 4}).dp_shard == 16
+    assert refilled(replace(layout, tp=3), 64, {"tp": 3}) is None
+    staged = filled(replace(layout, zero=2), 64, {"pp": 4})
+    assert (staged.zero, staged.reshard, staged.dp_shard) == (1, "never", 16)
+    flat = filled(replace(staged, schedule="interleaved-1f1b"), 64, {"pp": 1})
+    assert (flat.schedule, flat.stages_per_rank, flat.dp_shard) == ("1f1b", 1, 64)
+    halves = filled(replace(staged, recompute="full"), 64, {"schedule": "zbv"})
+    assert (halves.stages_per_rank, halves.recompute, halves.compiled) == (2, "none", False)
+
+
+def test_a_forbidden_change_is_priced_and_named(prices, answer):
+    task = answer.ranking.task
+    found = changed(prices, task, answer.best.layout, {"tp": 16, "pp": 1, "cp": 1})
+    assert "scale-up domain" in found.broken
+    assert found.step_s > answer.best.step_s
+    assert not found.works
+    none = changed(prices, task, answer.best.layout, {"tp": 5})
+    assert none.layout is None
+    assert "does not divide 16" in none.broken
+
+
+# --- knobs -----------------------------------------------------------------------------------
+
+
+def test_knobs_say_what_to_set_and_what_it_gains(review):
+    before = review.candidate
+    assert [k.gain for k in review.knobs] == sorted((k.gain for k in review.knobs), reverse=True)
+    for knob in review.knobs:
+        assert knob.setting.startswith("--")
+        tokens = knob.changed.layout.global_batch_tokens / before.layout.global_batch_tokens
+        assert knob.gain == pytest.approx(1 - knob.changed.step_s / tokens / before.step_s)
+    names = {knob.name for knob in review.knobs if knob.works and knob.gain > 0}
+    assert any("micro-batch" in name or "ZeRO" in name for name in names)
+    assert any("8 bits" in knob.alters for knob in review.knobs)
+
+
+def test_knobs_one_after_the_other_never_lose(review):
+    steps = [review.candidate.step_s, *(k.changed.step_s for k in review.together)]
+    assert len(steps) > 1
+    assert all(after < before for before, after in pairwise(steps))
+    assert all(not knob.alters for knob in review.together)
+
+
+def test_what_a_knob_sets_is_a_run_with_that_layout(review):
+    knob = next(k for k in review.knobs if k.works and k.gain > 0)
+    words = knob.setting.split()
+    overrides = {k.removeprefix("--"): v for k, v in zip(words[::2], words[1::2], strict=True)}
+    run = Run.parse(review.run.model_dump(exclude_none=True), overrides)
+    assert job_of(run, 64, H100).layout == knob.changed.layout
+
+
+def test_suspects_explain_the_gap(review):
+    job, found = review.candidate.job, review.gap
+    assert found.ratio == pytest.approx(1.3)
+    names = {suspect.name for suspect in found.suspects}
+    assert {"slow products", "waiting"} <= names
+    network = next(s for s in found.suspects if s.name == "the network")
+    gbits = float(network.text.split(" at ")[1].split()[0])
+    slower = replace(H100, network_bytes_per_s=gbits * 1e9 / 8)
+    seconds = predict_step(replace(job, cluster=slower)).total_s
+    assert seconds == pytest.approx(found.measured_s, rel=0.02)
+    assert gap(job, found.predicted_s).suspects == ()
+    assert gap(job, 0.5 * found.predicted_s).suspects == ()
+
+
+def test_what_was_measured_in_any_unit(review):
+    job, step = review.candidate.job, review.candidate.step
+    for given in (
+        {"step_s": step.total_s},
+        {"mfu": step.mfu},
+        {"mfu": 100 * step.mfu},
+        {"tokens_per_s": review.candidate.tokens_per_s},
+        {"tokens_per_s_per_gpu": step.tokens_per_s_per_gpu},
+    ):
+        assert measured_step_s(given, job) == pytest.approx(step.total_s)
+    with pytest.raises(ConfigError, match="give one of step_s="):
+        measured_step_s({"speed": 1.0}, job)
+    with pytest.raises(ConfigError, match="above 0"):
+        measured_step_s({"mfu": 0.0}, job)
+    with pytest.raises(ConfigError, match="above 0"):
+        gap(job, 0)
+
+
+def test_a_review_as_json(review):
+    found = json.loads(json.dumps(review_json(review)))
+    assert found["fits"]
+    assert found["measured"]["suspects"]
+    assert found["host"]["total"] > 0
+    assert found["knobs"][0]["gain"] == pytest.approx(review.knobs[0].gain)

@@ -1,0 +1,310 @@
+"""Plans of post-training methods: known figures, both sides of what fits, and the engine itself."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import ceil
+
+import pytest
+
+from stepwell.config import Run
+from stepwell.hardware import GIB, measure_peak_allocated
+from stepwell.parallel.mesh import init_distributed
+from stepwell.parallel.rules import check_run
+from stepwell.plan.cluster import cluster
+from stepwell.plan.footprint.coefficients import SHIPPED
+from stepwell.plan.job import dims_of
+from stepwell.plan.memory.ledger import method_bytes_per_parameter
+from stepwell.plan.memory.models import ModelBytes, predict_models
+from stepwell.plan.methods.methods import (
+    GATHERED_TRAINED,
+    MethodPlan,
+    Question,
+    evaluate,
+    placed_models,
+    plan_method,
+)
+from stepwell.plan.methods.placements import (
+    METHODS,
+    asked_of,
+    changes,
+    distance,
+    settings_of,
+    variants,
+)
+from stepwell.plan.methods.rollouts import Workload, weight_bytes
+from stepwell.presets import PRESETS
+from stepwell.ranks import run_ranks
+from stepwell.sections.model import ModelConfig
+from stepwell.train.engine import Engine
+from stepwell.types import ConfigError
+from tests.oracle import base_run
+
+H100 = cluster("h100-sxm")
+GB = 1e9
+SMALL = PRESETS["smollm2-360m"]
+SEVENTY = PRESETS["llama3-70b"]
+
+
+def plan(method: str, model: str, num_gpus: int, gpu: str = "h100-sxm", **more) -> MethodPlan:
+    return plan_method(method, PRESETS[model], cluster(gpu), num_gpus, name=model, **more)
+
+
+@pytest.fixture(scope="module")
+def ppo_70b() -> MethodPlan:
+    return plan("ppo", "llama3-70b", 8)
+
+
+# --- known figures ---------------------------------------------------------------------------
+
+
+def test_bytes_a_parameter(ppo_70b):
+    assert ppo_70b.bytes_per_parameter == 36
+    assert ppo_70b.state_bytes == pytest.approx(2540e9, rel=1e-3)
+    assert plan("dpo", "smollm2-360m", 8).bytes_per_parameter == 18
+    assert plan("grpo", "smollm2-360m", 8).bytes_per_parameter == 18
+    assert plan("grpo", "smollm2-360m", 8, kl=False).bytes_per_parameter == 16
+    for method in ("ppo", "grpo", "dpo"):
+        found = plan(method, "smollm2-360m", 8).bytes_per_parameter
+        assert found == method_bytes_per_parameter(method)
+
+
+def test_four_equal_models_of_70b_do_not_fit_on_eight(ppo_70b):
+    """By ZeRO's count a model that is trained takes 16/8 bytes a parameter, 141 GB of 84."""
+    asked = ppo_70b.asked
+    assert not ppo_70b.fits
+    assert asked.models["policy"].total == pytest.approx(141.1e9, rel=0.01)
+    assert asked.models["critic"].total == pytest.approx(141.1e9, rel=0.02)
+    assert asked.models["reference"].total == pytest.approx(17.6e9, rel=0.01)
+    assert asked.models["reward"].total == pytest.approx(139e9, rel=0.01)  # whole, without a head
+    assert ppo_70b.fewest_gpus is None  # what is whole on each GPU stays so
+    # 30 bytes a parameter at once (the gradients of one model at a time), 2,117 GB and
+    # activations, and four GPUs that serve
+    assert ppo_70b.fewest_served is not None
+    assert 32 <= ppo_70b.fewest_served <= 64
+    text = "\n".join(ppo_70b.lines())
+    assert f"it would fit from {ppo_70b.fewest_served} GPUs on" in text
+    assert "36 bytes a parameter, 2,540 GB" in text
+    assert "it does not fit" in text
+    assert "more GPUs do not help: the sampler's copy of the weights (141 GB)" in text
+
+
+def test_qlora_of_70b_fits_on_one_gpu():
+    found = plan("qlora", "llama3-70b", 1)
+    assert found.fits
+    assert found.asked.models["policy"].parameters == pytest.approx(39.5e9, rel=0.02)
+    assert 35e9 < found.asked.models["policy"].parameters < 40e9
+    assert not plan("lora", "llama3-70b", 1).fits  # 141 GB in 16 bits
+    nearest = plan("lora", "llama3-70b", 1).nearest
+    assert nearest is not None
+    assert nearest.placement.adapters == "qlora"
+
+
+def test_dpo_of_70b_needs_more_gpus_or_the_host():
+    found = plan("dpo", "llama3-70b", 8)
+    assert not found.fits
+    assert found.nearest is not None
+    assert found.nearest.fits
+    assert found.nearest.placement.reference == "cached"
+    assert found.nearest.placement.offload != "none"
+    assert found.nearest.host_of_machine == pytest.approx(16 * 70.55e9, rel=0.01)
+    fewest = found.fewest_gpus
+    assert fewest is not None
+    assert 16 <= fewest <= 48  # 18 bytes a parameter are 1,270 GB, 16 GPUs' whole memory
+    assert plan("dpo", "llama3-70b", fewest).fits
+    assert not plan("dpo", "llama3-70b", fewest - 8).fits
+
+
+# --- what fits -------------------------------------------------------------------------------
+
+
+def test_the_nearest_fits_and_nothing_nearer_does(ppo_70b):
+    question = Question("ppo", SEVENTY, dims_of(SEVENTY, "x"), H100, ppo_70b.workload, SEVENTY, 16)
+    asked, nearest = asked_of("ppo"), ppo_70b.nearest
+    assert nearest is not None
+    assert nearest.peak <= nearest.limit
+    assert nearest.lacks  # as it is, the engine cannot
+    for placement in variants("ppo", asked):
+        if distance(asked, placement) < nearest.distance:
+            found = evaluate(question, asked, placement, 8)
+            assert found is None or not found.fits, placement
+    for other in ppo_70b.others:
+        assert other.fits
+        assert other.step_s < nearest.step_s
+
+
+def test_both_sides_of_the_limit():
+    """Where nothing fits, the layout is told that needs the least."""
+
+    def on(memory_bytes: int):
+        device = replace(H100.accelerator, memory_bytes=memory_bytes)
+        at = replace(H100, accelerator=device)
+        question = Question("grpo", SMALL, dims_of(SMALL, "x"), at, Workload(), SMALL, 16)
+        found = evaluate(question, asked_of("grpo"), asked_of("grpo"), 2)
+        assert found is not None
+        return found
+
+    least = on(1).peak
+    enough = ceil(least / (1 - SHIPPED.margin))
+    assert on(enough + 1).fits
+    assert on(enough + 1).peak == pytest.approx(least)
+    assert not on(enough - 1).fits
+
+
+def test_the_host_has_a_limit_too():
+    known = replace(H100, host_memory_bytes=1200 * GIB)
+    enough = plan_method("dpo", SEVENTY, known, 8)
+    assert enough.nearest is not None
+    assert enough.nearest.placement.offload != "none"
+    short = plan_method("dpo", SEVENTY, replace(known, host_memory_bytes=1000 * GIB), 8)
+    assert short.nearest is not None
+    assert short.nearest.placement.offload == "none"
+    assert short.nearest.placement.adapters != "none"
+
+
+def test_every_setting_is_a_run_that_the_engine_takes():
+    """The keys that a plan names, on as many ranks."""
+    for method in METHODS:
+        asked = asked_of(method)
+        for placement in variants(method, asked):
+            settings = settings_of(method, placement, 8)
+            values = {"model": SMALL.model_dump(exclude_defaults=True)}
+            run = Run.parse(values, {**settings, "data.seq_len": 1024})
+            check_run(run, 8)
+            assert run.method.kind == ("sft" if "lora" in method else method)
+            if placement.reference in ("host", "cached", "adapter-off"):
+                assert run.method.reference == placement.reference  # type: ignore[union-attr]
+            assert (run.lora.quantize == "nf4") == (placement.adapters == "qlora")
+
+
+def test_places_change_what_models_take_there():
+    apart = {
+        "policy": ModelBytes(0, 4, 4, 8),
+        "critic": ModelBytes(0, 4, 4, 8),
+        "reference": ModelBytes(2),
+        "reward": ModelBytes(2),
+    }
+    full = placed_models(apart, asked_of("ppo"))
+    assert sum(model.total for model in full.values()) == 36
+    less = placed_models(apart, replace(asked_of("ppo"), critic="shared", reference="host"))
+    assert sum(model.total for model in less.values()) == 18
+    assert less["reference"].host == 2
+    served = placed_models(apart, replace(asked_of("ppo"), reward="served"))
+    assert served["reward"].total == 0
+    grpo = placed_models(apart, asked_of("grpo", kl=False))
+    assert sum(model.total for model in grpo.values()) == 16
+
+
+def test_distances_are_those_of_what_changes():
+    asked = asked_of("ppo")
+    first = next(iter(variants("ppo", asked)))
+    assert first == asked
+    assert distance(asked, asked) == 0
+    other = replace(asked, adapters="lora", reference="adapter-off")
+    assert distance(asked, other) == 4
+    assert changes(asked, other) == (
+        "only adapters are trained",
+        "the reference is the policy without its adapters",
+    )
+    every = list(variants("ppo", asked))
+    assert len(every) == len(set(every)) > 30
+    assert all(p.adapters != "none" for p in every if p.reference == "adapter-off")
+    assert all(p.adapters == "qlora" for p in variants("qlora", asked_of("qlora")))
+
+
+# --- against the engine ----------------------------------------------------------------------
+
+
+def test_models_are_those_of_the_engines_own_ledger():
+    values = {"model": SMALL.model_dump(exclude_defaults=True)}
+    found = plan("ppo", "smollm2-360m", 4).asked
+    run = Run.parse(values, {**found.settings, "data.seq_len": 1024})
+    wanted = predict_models(run, 4)
+    for name in ("policy", "critic", "reference"):
+        assert found.models[name] == wanted[name], name
+
+
+def test_packing_the_weights_holds_a_block_beside_the_copy():
+    """In float32: of a run with adapters the block at work is merged. The copy of before is gone by
+    then, as far as the new one takes its place."""
+    model = ModelConfig(
+        num_layers=8, d_model=128, num_heads=4, num_kv_heads=2, d_ff=384, vocab_size=512,
+        head_dim=32,
+    )  # fmt: skip
+    precision = {f"precision.{key}": "fp32" for key in ("compute", "param", "reduce")}
+    values = base_run().model_dump(exclude_none=True) | {"model": model.model_dump()}
+    run = Run.parse(values, {"lora.rank": 4, **precision})
+    engine, dims = Engine(run), dims_of(model, "tiny")
+    new = 2 * weight_bytes(dims)  # float32
+    block = (dims.parameters() - dims.embedding_parameters) // model.num_layers
+    peak = measure_peak_allocated(engine.snapshot)
+    assert new + 4 * block < peak < new + 12 * block
+    engine.updates += 1
+    assert measure_peak_allocated(engine.snapshot) < 12 * block
+
+
+def pack_on_a_rank() -> tuple[float, float]:
+    """Bytes a parameter at the peaks of packing a first and a second time."""
+    keys = {"num_layers": 8, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 512}
+    run = Run.parse({"model": {**keys, "d_ff": 1024}}, {"precision.compute": "bf16"})
+    engine = Engine(run, mesh=init_distributed(run.layout))
+    first = measure_peak_allocated(engine.snapshot)
+    engine.updates += 1
+    again = measure_peak_allocated(engine.snapshot)
+    elements = dims_of(run.model).parameters()
+    return first / elements, again / elements
+
+
+@pytest.mark.slow
+def test_ranks_gather_a_block_at_a_time_to_pack():
+    """A block of eight in float32, and as it is packed."""
+    for first, again in run_ranks(pack_on_a_rank, 2):
+        assert 2 + GATHERED_TRAINED / 8 < first < 2 + 1.5 * GATHERED_TRAINED / 8
+        assert again < 1.5 * GATHERED_TRAINED / 8
+
+
+# --- time, words -----------------------------------------------------------------------------
+
+
+def test_a_step_is_the_sum_of_its_parts():
+    work = Workload(prompts=64, group_size=8, prompt_tokens=512, answer_tokens=512)
+    one = plan("grpo", "smollm2-360m", 8, workload=work).asked
+    assert one.step_s == pytest.approx(sum(one.times.values()))
+    assert {"decoding", "scoring", "training", "new weights"} <= set(one.times)
+    twice = plan("grpo", "smollm2-360m", 8, workload=replace(work, updates=2)).asked
+    assert twice.times["training"] == pytest.approx(2 * one.times["training"])
+    longer = plan("grpo", "smollm2-360m", 8, workload=replace(work, answer_tokens=1024)).asked
+    assert longer.times["decoding"] > 1.9 * one.times["decoding"]
+    critic = plan("ppo", "smollm2-360m", 8).asked
+    assert critic.times["training the critic"] == critic.times["training"]
+
+
+def test_json_and_lines(ppo_70b):
+    found = json.loads(json.dumps(ppo_70b.as_json()))
+    assert found["fits"] is False
+    assert found["asked"]["peak"] == ppo_70b.asked.peak
+    assert found["nearest"]["placement"]["sampler"] == "server"
+    assert found["text"] == ppo_70b.lines()
+    fits = plan("qlora", "llama3-70b", 8)
+    assert any(line.startswith("it fits: ") for line in fits.lines())
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(ConfigError, match="--method 'gpro' .*did you mean 'grpo'.*ppo, grpo, dpo"):
+        plan("gpro", "smollm2-360m", 8)
+    with pytest.raises(ConfigError, match="--gpus 0 must be at least 1"):
+        plan("dpo", "smollm2-360m", 0)
+
+
+def test_without_torch():
+    code = (
+        "import sys; from stepwell.plan.methods.methods import plan_method; "
+        "from stepwell.plan.cluster import cluster; from stepwell.presets import PRESETS; "
+        "plan_method('dpo', PRESETS['smollm2-135m'], cluster('l4'), 2).lines(); "
+        "from stepwell.plan.memory import host; from stepwell.plan.methods import zero; "
+        "from stepwell.plan.pipeline import bubble, split, timeline_svg; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,228 @@
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from stepwell.parallel.rules import check_run
+from stepwell.plan.cluster import cluster
+from stepwell.plan.dims import find_model
+from stepwell.plan.job import job_of
+from stepwell.plan.search.runs import run_of, settings_of, settings_text, short
+from stepwell.plan.search.search import (
+    Prices,
+    complexity,
+    fewest_gpus,
+    loose_bound,
+    nothing_fits,
+    pareto,
+    search,
+)
+from stepwell.plan.search.space import (
+    REASONS,
+    Mesh,
+    Pins,
+    Task,
+    body,
+    context_problem,
+    data_layouts,
+    meshes,
+    micro_batch_problem,
+    micro_batches,
+    recomputations,
+    schedules,
+    tensor_problem,
+)
+from stepwell.presets import preset
+from stepwell.types import ConfigError
+
+EIGHT = find_model("llama3-8b")
+MODEL = preset("llama3-8b")
+H100 = cluster("h100-sxm")
+SEQ_LEN, BATCH = 8192, 32 * 8192
+
+
+@pytest.fixture(scope="module")
+def prices():
+    return Prices(EIGHT.dims, H100, EIGHT.config)
+
+
+@pytest.fixture(scope="module")
+def ranking(prices):
+    pins = Pins(max_cp=2)
+    return search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, EIGHT.config, prices=prices)
+
+
+def every_layout(task):
+    """Without bounds, in no order."""
+    for mesh in meshes(task, Counter()):
+        for schedule, v in schedules(task, mesh, Counter()):
+            for micro in micro_batches(task, mesh):
+                if micro_batch_problem(task, mesh, micro, schedule, v):
+                    continue
+                for mode, every in recomputations(task, schedule):
+                    family = body(task, mesh, schedule, v, micro, mode, every)
+                    for layout in data_layouts(task, family, Counter()):
+                        yield family, layout
+
+
+def test_the_best_is_what_trying_everything_finds():
+    prices = Prices(EIGHT.dims, H100)  # without the exact ledger's say
+    pins = Pins(cp=1, max_tp=2, max_pp=2)
+    task = Task(EIGHT.dims, H100, 16, SEQ_LEN, 32, pins)
+    tried = {layout: family for family, layout in every_layout(task) if prices.fits(layout)}
+    best_s = min(prices.time(layout).total_s for layout in tried)
+    found = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, prices=prices)
+    assert found.best.step_s == pytest.approx(best_s, rel=1e-9)
+    assert len(tried) > 100
+    # What bounds leave out is slower than all that is within the slack.
+    for layout, family in tried.items():
+        seconds = prices.time(layout).total_s
+        assert loose_bound(prices, family) <= seconds
+        assert prices.bound(family) <= seconds * (1 + 1e-9)
+    near = {layout for layout in tried if prices.time(layout).total_s <= 1.1 * best_s}
+    unlisted = near - {c.layout for c in found.found}
+    lighter = [layout for layout in unlisted if layout.recompute == "none"]
+    assert lighter == []  # the others fit with less recomputation
+
+
+def test_layouts_fit_and_are_what_the_engine_runs(ranking):
+    assert ranking.found
+    for candidate in ranking.found:
+        layout = candidate.layout
+        assert layout.num_gpus == 16
+        assert layout.cp <= 2
+        assert candidate.headroom_bytes >= 0
+        run = run_of(MODEL, layout)
+        check_run(run, 16)
+        assert job_of(run, 16, H100).layout == layout
+    assert ranking.best.exact is not None
+    speeds = [c.step_s for c in ranking.found]
+    assert speeds == sorted(speeds)
+    assert ranking.complaints == ()
+
+
+def test_refusals_add_up_and_have_reasons(ranking):
+    assert set(ranking.refused) | set(ranking.refused_meshes) <= set(REASONS)
+    beside = ("stages", "uneven stages", "replicas", "exact memory", "engine")
+    timed_or_refused = ranking.num_timed + sum(
+        n for name, n in ranking.refused.items() if name not in beside
+    )
+    assert timed_or_refused == ranking.num_layouts
+    assert ranking.refused_meshes["tensor domain"] == 1  # TP 16 with PP, CP and DP 1
+
+
+def test_pins_hold(prices):
+    pins = Pins(tp=2, zero=3, micro_batch_rows=1, recompute="full")
+    found = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, EIGHT.config, 1.0, prices)
+    for candidate in found.found:
+        layout = candidate.layout
+        kept = (layout.tp, layout.zero, layout.micro_batch_rows, layout.recompute)
+        assert kept == (2, 3, 1, "full")
+    spare = replace(Pins(), headroom_bytes=50.0 * 2**30)
+    roomy = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, spare, EIGHT.config, 1.0, prices)
+    assert roomy.best.headroom_bytes >= 50 * 2**30
+
+
+def test_tensor_ranks_leave_the_scale_up_domain_only_when_told():
+    free = Task(EIGHT.dims, H100, 32, SEQ_LEN, 32)
+    assert tensor_problem(free, 8) == ""
+    assert tensor_problem(free, 16) == "tensor domain"
+    assert tensor_problem(replace(free, pins=Pins(tp=16)), 16) == ""
+    assert tensor_problem(replace(free, pins=Pins(tp=3)), 3) == "tensor heads"
+    odd = find_model("llama3-8b", {"model.d_ff": "14340"})
+    assert tensor_problem(replace(free, dims=odd.dims), 8) == "tensor dims"
+    assert tensor_problem(replace(free, dims=odd.dims), 4) == ""
+
+
+def test_context_ranks_need_rows_that_are_long_enough():
+    task = Task(EIGHT.dims, H100, 32, SEQ_LEN, 32)
+    assert context_problem(task, 1, 8) == ""
+    assert context_problem(task, 1, 16) == "context"
+    assert context_problem(replace(task, pins=Pins(cp=16)), 1, 16) == ""
+    assert context_problem(replace(task, seq_len=8200), 1, 8) == "sequence"
+
+
+def test_experts_are_planned_but_not_run():
+    mixtral = find_model("mixtral-8x7b")
+    pins = Pins(pp=1, cp=1, micro_batch_rows=1, tp=1)
+    found = search(mixtral.dims, cluster("h200"), 32, 4096, 64 * 4096, pins, slack=1.0)
+    assert found.best.not_in_engine
+    assert found.best.layout.ep in (1, 2, 4, 8)
+    with pytest.raises(ConfigError, match="no expert parallelism"):
+        run_of(MODEL, replace(found.best.layout, ep=2))
+    seen = {mesh.ep for mesh in meshes(Task(mixtral.dims, H100, 32, 4096, 64), Counter())}
+    assert seen == {1, 2, 4, 8}
+
+
+def test_where_nothing_fits_the_leanest_is_named():
+    big = find_model("llama3-405b")
+    found = search(big.dims, H100, 8, SEQ_LEN, BATCH, Pins(offload=()), big.config)
+    assert found.found == ()
+    assert found.closest is not None
+    assert found.closest.memory.total > H100.accelerator.memory_bytes
+    with pytest.raises(ConfigError, match=r"the leanest, .* needs \d+\.\d GiB of 79.1"):
+        _ = found.best
+    assert "host has no room" in nothing_fits(found)
+    enough = fewest_gpus(found.task)
+    assert enough in (64, 128, 256)
+    assert fewest_gpus(replace(found.task, num_gpus=8), times=2) is None
+
+
+def test_offload_comes_only_when_nothing_fits_without():
+    seventy = find_model("llama3-70b")
+    found = search(seventy.dims, H100, 8, 4096, 16 * 4096, None, seventy.config, 1.0)
+    assert found.offload == ("optimizer",)
+    assert found.best.layout.offload_optimizer
+    poor = replace(H100, host_memory_bytes=64 * 2**30)
+    assert search(seventy.dims, poor, 8, 4096, 16 * 4096, None, seventy.config, 1.0).found == ()
+
+
+@pytest.mark.parametrize(
+    ("pins", "gpus", "said"),
+    [
+        (Pins(tp=16), 8, "--tp 16 must divide --gpus 8; the nearest legal value is 8"),
+        (Pins(tp=3), 6, "must divide the attention heads.*nearest legal value is 2"),
+        (Pins(tp=4), 6, "--tp 4 must divide --gpus 6; the nearest legal value is 2"),
+        (Pins(pp=5), 8, "--pp 5 must divide --gpus 8; the nearest legal value is 4"),
+        (Pins(), 0, "at least 1"),
+    ],
+)
+def test_what_cannot_be_names_what_can(pins, gpus, said):
+    with pytest.raises(ConfigError, match=said):
+        search(EIGHT.dims, H100, gpus, SEQ_LEN, BATCH, pins)
+
+
+def test_a_batch_without_a_row_and_a_precision_without_a_rate():
+    with pytest.raises(ConfigError, match="--global-batch-tokens 8192"):
+        search(EIGHT.dims, H100, 8, SEQ_LEN, 100)
+    with pytest.raises(ConfigError, match="no peak for 'fp8'"):
+        search(EIGHT.dims, cluster("a100-80g"), 8, SEQ_LEN, BATCH, Pins(precision="fp8"))
+    task = Task(EIGHT.dims, cluster("v100-32g"), 8, SEQ_LEN, 32)
+    assert body(task, Mesh(1, 1, 1, 1, 8), "1f1b", 1, 1, "none", 2).precision == "fp16"
+
+
+def test_pareto_keeps_what_nothing_beats(ranking):
+    front = pareto(ranking.found)
+    assert front[0].step_s == ranking.best.step_s
+    for slower, faster in zip(front[1:], front, strict=False):
+        assert slower.step_s >= faster.step_s
+        assert slower.headroom_bytes >= faster.headroom_bytes + 2**30
+
+
+def test_unlimited_memory_is_asked_for_by_minus_infinity(prices):
+    pins = Pins(headroom_bytes=-math.inf)
+    free = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, slack=1.0, prices=prices)
+    held = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, slack=1.0, prices=prices)
+    assert free.best.step_s <= held.best.step_s
+
+
+def test_a_layout_in_words_and_as_settings(ranking):
+    layout = ranking.best.layout
+    assert settings_of(layout)["layout.dp_shard"] == layout.dp_shard
+    other = replace(layout, recompute="every", recompute_every=4, zero=1, reshard="never")
+    text = settings_text(layout, other)
+    assert "--remat.mode every" in text
+    assert "--remat.every 4" in text
+    assert "ZeRO-1" in short(other)
+    assert complexity(layout) == complexity(replace(layout))

@@ -1,0 +1,68 @@
+"""How long collectives take: rings on one machine and over several, exchanges, switches."""
+
+from dataclasses import replace
+
+import pytest
+
+from stepwell.plan.cluster import cluster
+from stepwell.plan.comms.collectives import Sent
+from stepwell.plan.steptime.flows import NEAR_HOP, flows
+
+H100 = cluster("h100-sxm")
+GB = 10**9
+
+
+def sent(kind: str, num_ranks: int, stride: int = 1, axis: str = "dp_shard", calls: int = 1):
+    return Sent(kind, axis, "test", "backward", num_ranks, stride, GB, calls)
+
+
+def one(*args, machines=H100, copies: int = 1, **more):
+    (found,) = flows([sent(*args, **more)], machines, copies)
+    return found
+
+
+def test_a_ring_in_a_machine_takes_its_bytes_over_the_links():
+    found = one("all-gather", 8)
+    assert found.scaleup_s == pytest.approx(GB * 7 / 8 / 450e9)
+    assert (found.network_s, found.hops) == (0, pytest.approx(7 * NEAR_HOP))
+
+
+def test_a_ring_over_machines_uses_every_card_of_a_machine():
+    """Eight cards of 50 GB/s pass 400 GB/s; one rank of each machine has one card."""
+    found, alone = one("all-gather", 64), one("all-gather", 8, stride=8)
+    assert found.network_s == pytest.approx(GB * 63 / 64 / 400e9)
+    assert alone.network_s == pytest.approx(GB * 7 / 8 / 50e9)
+    assert found.hops == pytest.approx(7 * NEAR_HOP + 7)
+
+
+def test_a_ring_is_no_faster_than_the_links_inside_its_machines():
+    slow = replace(H100, scaleup_bytes_per_s=300e9)
+    found = one("all-gather", 64, machines=slow)
+    assert found.scaleup_s == pytest.approx(GB * 63 / 64 / 300e9)
+    assert found.network_s == 0
+
+
+def test_reductions_to_all_climb_trees():
+    assert one("all-reduce", 1024).hops < one("all-gather", 1024).hops / 5
+
+
+def test_an_exchange_sends_a_token_once_to_a_machine():
+    """Of 8 copies about 4 go to the other of two machines, but the token crosses once."""
+    whole, many = (one("all-to-all", 16, axis="ep", copies=n).network_s for n in (1, 8))
+    assert many / whole == pytest.approx((1 - 0.5**8) / 8 / 0.5)
+
+
+def test_without_a_switch_a_pair_has_the_links_between_the_two():
+    v100 = replace(cluster("v100-32g"), gpus_per_node=4, scaleup_gpus=4)
+    assert one("all-reduce", 2, machines=v100).scaleup_s == pytest.approx(GB / 50e9)
+    assert one("all-reduce", 4, machines=v100).scaleup_s == pytest.approx(1.5 * GB / 150e9)
+
+
+def test_stages_of_a_pipeline_send_to_a_neighbour():
+    assert one("send", 4, axis="pp").scaleup_s == pytest.approx(GB / 450e9)
+    assert one("send", 4, stride=8, axis="pp").network_s == pytest.approx(GB / 50e9)
+
+
+def test_calls_add_up_by_axis_and_phase():
+    (found,) = flows([sent("all-gather", 8), sent("all-gather", 8, calls=3)], H100)
+    assert found.seconds(1, 1, 0) == pytest.approx(4 * one("all-gather", 8).seconds(1, 1, 0))

@@ -1,0 +1,84 @@
+"""What a step asks for: FLOPs against the closed form, tiles, recomputation, experts."""
+
+import pytest
+
+from stepwell.plan.steptime.step import flops_per_token
+from stepwell.plan.steptime.work import blocks_of_ranks, fill, work_of
+from tests.plan.jobs import LLAMA_8B, LLAMA_70B, MIXTURE, changed, job
+
+PROCESSORS = 132
+
+
+def product_flops(asked) -> float:
+    """Of the products of a micro-batch, forward and backward."""
+    work = work_of(asked)
+    pieces = [(piece, number) for piece, number, _, _ in work.blocks] + [(work.head, 1)]
+    passes = [(p, n) for piece, n in pieces for p in (piece.forward, piece.backward)]
+    return sum(n * product.flops for p, n in passes for product in p.products)
+
+
+@pytest.mark.parametrize("dims", [LLAMA_8B, LLAMA_70B])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_products_are_six_flops_for_a_weight_and_token(dims, tp):
+    asked = job(dims, tp=tp, dp_shard=8)
+    matrices, _ = flops_per_token(dims, 8192)
+    assert product_flops(asked) == pytest.approx(3 * matrices * 8192 / tp, rel=1e-9)
+
+
+def test_experts_compute_what_their_tokens_ask_for():
+    asked = job(MIXTURE, ep=8)
+    matrices, _ = flops_per_token(MIXTURE, 8192)
+    assert product_flops(asked) == pytest.approx(3 * matrices * 8192, rel=1e-6)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    matrices, _ = flops_per_token(LLAMA_8B, 8192)
+    asked = product_flops(job(trained_share=0.01))
+    assert asked == pytest.approx(2 * matrices * 8192, rel=1e-9)
+
+
+def test_attention_that_writes_its_scores_computes_all_of_them():
+    on_chip, written = work_of(job()), work_of(job(flash=False))
+    scores = sum(p.flops for p in written.blocks[0][0].forward.scores)
+    assert scores == pytest.approx(4 * 8192 * 8192 * 4096)
+    assert not on_chip.blocks[0][0].forward.scores
+    assert scores / 2.2 < on_chip.blocks[0][0].forward.flash_flops < scores / 1.8
+
+
+@pytest.mark.parametrize(
+    ("mode", "program", "share"),
+    [
+        ("none", "stepwell", 0.0),
+        ("full", "stepwell", 1.0),
+        ("every", "stepwell", 0.5),
+        ("selective", "megatron", 0.0),
+    ],
+)
+def test_recomputation_repeats_its_share_of_the_forward_products(mode, program, share):
+    piece = work_of(job(recompute=mode, program=program)).blocks[0][0]
+    again = sum(p.flops for p in piece.again.products) if piece.again else 0.0
+    assert again == pytest.approx(share * sum(p.flops for p in piece.forward.products))
+
+
+def test_fsdp_programs_keep_every_second_product():
+    piece = work_of(job(recompute="selective", program="fsdp")).blocks[0][0]
+    assert piece.again is not None
+    assert [p.flops for p in piece.again.products] == [
+        p.flops for p in piece.forward.products[1::2]
+    ]
+    assert piece.again.flash_flops == 0
+
+
+def test_whole_waves_of_tiles_fill_the_processors():
+    assert fill(256 * PROCESSORS, 128, PROCESSORS) == pytest.approx(1)
+    # One tile more is one wave more, of one tile.
+    assert fill(256 * (PROCESSORS + 1), 128, PROCESSORS) < 0.8
+    assert fill(16, 16, PROCESSORS) < 0.01
+
+
+def test_a_pipeline_whose_blocks_do_not_divide_spares_its_ends():
+    assert blocks_of_ranks(126, job(pp=16, dp_shard=1).layout) == (8, 7)
+    assert blocks_of_ranks(80, job(pp=8, dp_shard=1).layout) == (10, 10)
+    assert blocks_of_ranks(80, job().layout) == (80, 80)
+    split = changed(job(pp=2, dp_shard=4), stage_blocks=(18, 14)).layout
+    assert blocks_of_ranks(32, split) == (18, 14)
