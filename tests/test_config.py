@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +29,18 @@ floats = st.floats(min_value=1e-12, max_value=1e12, allow_nan=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 optional_texts = st.none() | texts
 positive = st.integers(1, 2**40)
-sources = st.lists(st.fixed_dictionaries({"path": texts, "weight": floats}), max_size=3)
+sources = st.lists(
+    st.fixed_dictionaries({"path": texts, "weight": floats}),
+    max_size=3,
+    unique_by=lambda source: os.path.normpath(str(source["path"])),
+)
 methods = st.one_of(
     st.just({"kind": "pretrain"}),
     st.fixed_dictionaries(
         {"kind": st.just("sft")}, optional={"epochs": floats, "max_rows": positive}
     ),
     st.fixed_dictionaries(
-        {"kind": st.just("grpo")},
+        {"kind": st.just("grpo"), "updates_per_rollout": st.integers(2, 4)},
         optional={
             "group_size": st.integers(2, 64),
             "temperature": floats,
@@ -569,6 +574,26 @@ RULES = [
         {"method.overopt": "stop"},
     ),
     (
+        {"method.kind": "grpo", "method.dual_clip": 3.0},
+        ["method.dual_clip=3 changes nothing", "one step a rollout", "every ratio is exactly 1"],
+        {"method.updates_per_rollout": 2},
+    ),
+    (
+        {"method.kind": "grpo", "method.clip_high": 0.3},
+        ["method.clip_high=0.3 changes nothing", "updates_per_rollout=2"],
+        {"method.minibatches": 2},
+    ),
+    (
+        {"method.kind": "grpo", "method.objective": "gspo", "method.clip_low": 0.2},
+        ["method.clip_low=0.2 changes nothing"],
+        {"method.clip_low": 3e-4},
+    ),
+    (
+        {"method.kind": "ppo", "method.clip_low": 0.1, "method.max_staleness": 1},
+        ["method.clip_low=0.1 changes nothing"],
+        {"method.minibatches": 2},
+    ),
+    (
         {"method.kind": "online-dpo", "method.importance_cap": 0.0},
         ["method.importance_cap=0.0", "without importance weights"],
         {"method.kind": "ppo"},
@@ -633,7 +658,9 @@ def test_bounds_of_gspo_are_its_own(tmp_path):
     grpo = {"method": {"kind": "grpo"}}
     gspo = Run.parse(grpo, {"method.objective": "gspo"})
     assert (gspo.method.clip_low, gspo.method.clip_high) == (3e-4, 4e-4)
-    given = Run.parse(grpo, {"method.objective": "gspo", "method.clip_low": 0.2})
+    given = Run.parse(
+        grpo, {"method.objective": "gspo", "method.clip_low": 0.2, "method.minibatches": 2}
+    )
     assert (given.method.clip_low, given.method.clip_high) == (0.2, 4e-4)
     for objective in ("clip", "cispo"):
         method = Run.parse(grpo, {"method.objective": objective}).method

@@ -174,12 +174,11 @@ def test_rows_without_an_answer_are_left_out_and_counted(world, method, capsys):
 
 @pytest.mark.parametrize(("reward", "warns"), [("exact", True), ("model:rm", False)])
 def test_an_alarm_that_nothing_sets_off_is_told(world, reward, warns, capsys):
-    values = {"method.verifier": reward, "method.overopt": "stop"}
-    assert checked("grpo", **values) == 0
-    warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert [text for text in warnings if "method.overopt='stop' changes nothing" in text] == (
-        warnings if warns else []
-    )
+    for key, value in (("overopt", "stop"), ("overopt_window", 20)):
+        assert checked("grpo", **{"method.verifier": reward, f"method.{key}": value}) == 0
+        warnings = json.loads(capsys.readouterr().out)["warnings"]
+        text = f"method.{key}={value!r} changes nothing"
+        assert [text in warning for warning in warnings] == ([True] if warns else [])
 
 
 def test_a_function_checks_what_the_command_does(world):

@@ -302,7 +302,8 @@ def test_what_cannot_be_is_refused(values, message):
 
 def test_limits_are_legal():
     policy_run(**{"method.overlong_cache": 8, "method.minibatches": 16, "method.group_size": 2})
-    policy_run(**{"method.dual_clip": 1.01, "method.objective": "gspo"})
+    twice = {"method.updates_per_rollout": 2}
+    policy_run(**{"method.dual_clip": 1.01, "method.objective": "gspo", **twice})
     policy_run(**{"method.kl_in": "reward", "method.kl_estimator": "k1", "method.kl_coef": 0.1})
 
 

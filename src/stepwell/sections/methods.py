@@ -326,6 +326,20 @@ def check_budget(method: GRPO | PPO) -> None:
         )
 
 
+def check_bounds(method: GRPO | PPO, usual: Mapping[str, float]) -> None:
+    """Raises ValueError for another bound of the ratio than the usual one where a rollout has only
+    one step, in which the ratio is exactly 1."""
+    if method.updates_per_rollout * method.minibatches > 1:
+        return
+    for key, default in usual.items():
+        if getattr(method, key) != default:
+            raise ValueError(
+                f"method.{key}={getattr(method, key):g} changes nothing with one step a rollout "
+                "(method.updates_per_rollout=1, method.minibatches=1), where every ratio is "
+                "exactly 1; leave it out, or set method.updates_per_rollout=2"
+            )
+
+
 Estimator = Literal["k1", "k2", "k3", "unbiased"]
 # Its ratios are those of whole answers, means over their tokens, and stay close to 1 (2507.18071,
 # section 5.1).
@@ -389,6 +403,7 @@ class GRPO(SampledMethod):
                 f"method.dual_clip={self.dual_clip:g} bounds clipped objectives, and "
                 "method.objective='cispo' is none; the nearest legal value is 0"
             )
+        check_bounds(self, self._usual_bounds())
         if self.kl_in == "reward" and self.kl_estimator == "unbiased":
             raise ValueError(
                 "method.kl_estimator='unbiased' is a term of the loss; with method.kl_in='reward' "
@@ -401,6 +416,11 @@ class GRPO(SampledMethod):
             )
         check_no_reference(self)
         return self
+
+    def _usual_bounds(self) -> dict[str, float]:
+        fields = type(self).model_fields
+        usual = {key: fields[key].default for key in ("clip_low", "clip_high", "dual_clip")}
+        return {**usual, **(GSPO_CLIPS if self.objective == "gspo" else {})}
 
 
 class PPO(SampledMethod):
@@ -444,6 +464,8 @@ class PPO(SampledMethod):
     @model_validator(mode="after")
     def _rules(self) -> PPO:
         check_budget(self)
+        fields = type(self).model_fields
+        check_bounds(self, {key: fields[key].default for key in ("clip_low", "clip_high")})
         if self.kl_controller == "fixed":
             check_idle(
                 self, "method", ("kl_target", "kl_horizon"), "with method.kl_controller='fixed'"

@@ -21,13 +21,19 @@ from tests.posttrain.policy_cases import (
 )
 
 KL = {"method.kl_coef": 0.3}
+TWICE = {"method.updates_per_rollout": 2}  # bounds are refused where no step could meet them
 CASES = {
     "clip, over tokens": {},
     "clip, over answers": {"method.aggregate": "sequence"},
     "clip, by a constant": {"method.aggregate": "constant", "method.advantage": "none"},
-    "dual clip": {"method.dual_clip": 1.5, "method.advantage": "leave-one-out"},
+    "dual clip": {**TWICE, "method.dual_clip": 1.5, "method.advantage": "leave-one-out"},
     "cispo": {"method.objective": "cispo", "method.advantage": "maxrl"},
-    "gspo": {"method.objective": "gspo", "method.aggregate": "sequence", "method.clip_low": 0.02},
+    "gspo": {
+        **TWICE,
+        "method.objective": "gspo",
+        "method.aggregate": "sequence",
+        "method.clip_low": 0.02,
+    },
     "gspo, over tokens": {"method.objective": "gspo", "method.advantage": "reinforce++"},
     "k1": {**KL, "method.kl_estimator": "k1", "method.advantage": "batch-std"},
     "k2": {**KL, "method.kl_estimator": "k2", "method.aggregate": "sequence"},

@@ -247,7 +247,8 @@ def test_temperature_is_of_log_probabilities_never_of_values():
 @pytest.mark.parametrize("cap", [0.0, 1.2])
 def test_bounds_and_importance_weights_of_the_loss(cap):
     """Old and sampler's policies other than the current one, by hand."""
-    method = PPO(clip_low=0.1, clip_high=0.3, importance_cap=cap, entropy_coef=0.2)
+    bounds = {"clip_low": 0.1, "clip_high": 0.3, "updates_per_rollout": 2}
+    method = PPO(**bounds, importance_cap=cap, entropy_coef=0.2)
     answers, _ = with_targets(some_answers(), method, 0.0)
     names = ("advantages", "old_logprobs", "sampler_logprobs")
     batch = packed(answers, oracle.LENGTH, 0, None, names)

@@ -183,11 +183,14 @@ def check_models(method: SampledMethod, tokenizer: Tokenizer | None = None) -> l
 def unwatched(method: SampledMethod, learnt: bool) -> list[str]:
     """What is said of an alarm that nothing can set off. learnt: whether a model has learnt one of
     the rewards."""
-    if learnt or method.overopt != "stop":
+    fields = type(method).model_fields
+    keys = [k for k in ("overopt", "overopt_window") if getattr(method, k) != fields[k].default]
+    if learnt or method.overopt == "ignore":
         return []
     return [
-        "method.overopt='stop' changes nothing: it watches rewards that a model has learnt (source "
-        "model:FOLDER), and none of these is"
+        f"method.{key}={getattr(method, key)!r} changes nothing: it is about rewards that a model "
+        "has learnt (source model:FOLDER), and none of these is"
+        for key in keys
     ]
 
 
