@@ -266,6 +266,8 @@ def test_status_text_shows_only_what_is_known():
         "step 7  reward 0.500  right 25 %  KL 0.012  entropy 1.5  42 tokens an answer  "
         "dead groups 50 %"
     )
+    values = {"rollout/length": 17.0, "rollout/environment_failures": 0}
+    assert status_text(7, None, values, None) == "step 7  17 tokens an answer over all turns"
     assert (clock_text(5), clock_text(65), clock_text(59.7)) == ("0:05", "1:05", "1:00")
 
 

@@ -385,7 +385,8 @@ def status_text(
     if "reward/mean" in values and "train/entropy" in values:
         parts.append(f"entropy {values['train/entropy']:.2g}")
     if "rollout/length" in values:
-        parts.append(f"{values['rollout/length']:.0f} tokens an answer")
+        turns = " over all turns" if "rollout/environment_failures" in values else ""
+        parts.append(f"{values['rollout/length']:.0f} tokens an answer{turns}")
     if "reward/dead_groups" in values:
         parts.append(f"dead groups {100 * values['reward/dead_groups']:.0f} %")
     if "speed/tokens_per_s" in values:

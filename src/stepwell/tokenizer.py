@@ -25,7 +25,7 @@ PAD, EOS, END = "<|pad|>", "<|eos|>", "<|end|>"
 DEFAULT_SPECIALS = (PAD, EOS, "<|system|>", "<|user|>", "<|assistant|>", END)
 DEFAULT_TEMPLATE = (
     "{%- for message in messages -%}"
-    "{%- if message['role'] not in ['system', 'user', 'assistant'] -%}"
+    "{%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}"
     "{{- raise_exception('unknown role ' + message['role']) -}}"
     "{%- endif -%}"
     "{{- '<|' + message['role'] + '|>' -}}"

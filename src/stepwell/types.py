@@ -95,6 +95,8 @@ class Completion:
     policy_version: the number of optimiser steps that the sampling weights had seen.
     from_policy: which tokens the policy sampled (None: all). Others are neither trained nor part of
     a divergence.
+    turns: of a sample with an environment what was said, as (role, text): the messages that it
+    began with, if the environment did so, the policy's turns and the observations between them.
     """
 
     request_id: int
@@ -105,6 +107,7 @@ class Completion:
     finish_reason: str
     policy_version: int = 0
     from_policy: tuple[bool, ...] | None = None
+    turns: tuple[tuple[str, str], ...] = ()
 
     @property
     def mask(self) -> list[int]:

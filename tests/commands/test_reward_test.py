@@ -59,6 +59,35 @@ def test_a_grader_that_always_fails(rows, tmp_path, capsys):
     assert [answer["score"] for answer in answers] == [1, 0, 0, 0, 0]
 
 
+def test_a_grader_that_hangs_is_stopped_soon_and_said_so(rows, tmp_path, capsys):
+    """What there was to see so far is shown."""
+    (tmp_path / "mine.py").write_text(
+        "import time\n"
+        "def f(prompts, completions): time.sleep(60)\n"
+        "def g(prompts, completions): raise ValueError('two\\n\\nlines')\n"
+        "class C:\n    pass\n"
+    )
+    mine = f"python:{tmp_path}/mine.py"
+    assert main(["reward-test", f"{mine}:f", rows, "--timeout-s", "0.1"]) == 3
+    out, err = capsys.readouterr()
+    assert out.count("timeout  'answer") == 4
+    assert "too long for each of the first 4 answers" in err
+    assert main(["reward-test", f"{mine}:g", rows]) == 3
+    out = capsys.readouterr().out
+    assert out.count("(ValueError: two lines)\n") == 5
+    assert "\n\nlines" not in out
+    assert main(["reward-test", f"{mine}:C", rows]) == 2
+    assert "'C' is a class" in capsys.readouterr().err
+
+
+def test_a_constant_is_refused(rows, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def f(prompts, completions, **k): return [1.0]\n")
+    assert main(["reward-test", f"python:{tmp_path}/mine.py:f", rows]) == 2
+    out, err = capsys.readouterr()
+    assert "no junk scores less than the row's own answer on 4 of 4 rows" in out
+    assert "nothing else in the reward tells right from wrong" in err
+
+
 def test_a_penalty(rows, capsys):
     assert main(["reward-test", "repetition:2", rows]) == 0
     assert "junk is not tried" in capsys.readouterr().out

@@ -56,6 +56,15 @@ def test_a_run_without_an_end_shows_what_was_sampled(tmp_path):
     assert read_changes(tmp_path / "none").rows == ()
 
 
+def test_of_several_turns_is_shown_who_said_what(tmp_path):
+    turns = [("assistant", "calc: 1+1"), ("tool", "2"), ("assistant", "answer: 2")]
+    talk = {"turns": [{"role": role, "content": text} for role, text in turns]}
+    rows = [GREEDY[0], {**GREEDY[2], **talk}]
+    (change,) = read_changes(write(tmp_path, rows)).rows
+    assert change.before.text == "<b>7</b>"
+    assert change.after.text == "assistant: calc: 1+1\ntool: 2\nassistant: answer: 2"
+
+
 def test_headline_is_reward_by_dimension_and_no_loss():
     rows = [
         {"step": s, "reward/mean": s, "reward/right/mean": 0.5, "reward/form/mean": 1.0}

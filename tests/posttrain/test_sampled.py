@@ -91,6 +91,26 @@ def test_a_grader_that_always_fails_is_an_error_and_one_that_sometimes_does_is_n
     check_failures([*rows, {"failure": "", "detail": ""}])
 
 
+@pytest.mark.parametrize(
+    ("failures", "message"),
+    [
+        (
+            ["environment_error"] * 2,
+            r"environment \(method.environment\) failed in every one of the",
+        ),
+        (
+            ["environment_timeout", "error"],
+            "verifier failed on 1 and the environment in all others",
+        ),
+    ],
+)
+def test_an_environment_that_always_fails_is_named(failures, message):
+    rows = [{"failure": failure, "detail": "RuntimeError: no"} for failure in failures]
+    with pytest.raises(TrainingError, match=f"{message}.*{failures[-1]}: RuntimeError: no"):
+        check_failures(rows)
+    check_failures([*rows, {"failure": "", "detail": ""}])
+
+
 TERM = {"name": "a", "source": "exact"}
 LONG = {"name": "long", "source": "overlong:8:2"}
 

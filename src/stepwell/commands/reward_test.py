@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -14,7 +16,10 @@ from stepwell.types import Completion, ConfigError, DataError
 
 if TYPE_CHECKING:
     from stepwell.eval.grade import Prompt
+    from stepwell.posttrain.rewards.composite import Rewards
     from stepwell.posttrain.rewards.self_test import Finding
+
+AT_ONCE = 64  # answers that are scored before any of them is shown
 
 
 @dataclass
@@ -55,7 +60,13 @@ def main(argv: Sequence[str]) -> int:
     rewards = open_rewards(GRPO(rewards=(term,), reward_timeout_s=options.timeout_s))
     try:
         rewards.check_columns(prompts)
-        answers = scored_answers(rewards, prompts)
+        say = (lambda line: None) if options.json else partial(print, flush=True)
+        dropped = f", {counted(num_dropped, 'row')} dropped" if num_dropped else ""
+        say(f"{options.source} on {counted(len(prompts), 'row')}{dropped}")
+        answers = []
+        for answer in scored_answers(rewards, prompts):
+            answers.append(answer)
+            say(answer_line(answer))
         findings = junk_scores(rewards, prompts)
         result = {
             "source": options.source,
@@ -66,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             "junk": [asdict(finding) for finding in findings],
             "warnings": [*rewards.warnings, *reports(findings, rewards)],
         }
-        print(json.dumps(result) if options.json else "\n".join(result_lines(result, findings)))
+        print(json.dumps(result) if options.json else "\n".join(junk_lines(result, findings)))
         require_no_refusal(findings, rewards)
         require_a_score(answers, findings)
     finally:
@@ -123,23 +134,30 @@ def answers_of(prompt: Prompt) -> list[str]:
     return [text for value in values if (text := _text(value)) is not None]
 
 
-def scored_answers(rewards: Any, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+def scored_answers(rewards: Rewards, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
+    """As they are scored, the first few by themselves. Raises DataError if the grader takes too
+    long for each of those."""
+    from stepwell.posttrain.rewards.self_test import NUM_PROBES, require_in_time
+
     asked = [(prompt, text) for prompt in prompts for text in answers_of(prompt)]
-    completions = [
-        Completion(0, (), (0,) * len(text.split()), (0.0,) * len(text.split()), text, "stop")
-        for _, text in asked
-    ]
-    verdicts = rewards.score([prompt for prompt, _ in asked], completions)
-    return [
-        {
-            "row": prompt.item,
-            "completion": text,
-            "score": verdict.reward,
-            "failure": verdict.failure,
-            "detail": verdict.detail,
-        }
-        for (prompt, text), verdict in zip(asked, verdicts, strict=True)
-    ]
+    starts = [0, *range(NUM_PROBES, len(asked), AT_ONCE)]
+    for start, stop in pairwise([*starts, len(asked)]):
+        part = asked[start:stop]
+        completions = [
+            Completion(0, (), (0,) * len(text.split()), (0.0,) * len(text.split()), text, "stop")
+            for _, text in part
+        ]
+        verdicts = rewards.score([prompt for prompt, _ in part], completions)
+        for (prompt, text), verdict in zip(part, verdicts, strict=True):
+            yield {
+                "row": prompt.item,
+                "completion": text,
+                "score": verdict.reward,
+                "failure": verdict.failure,
+                "detail": verdict.detail,
+            }
+        if start == 0:
+            require_in_time(rewards.dimensions[0], verdicts)
 
 
 def require_a_score(answers: Sequence[dict[str, Any]], findings: Sequence[Finding]) -> None:
@@ -156,16 +174,16 @@ def require_a_score(answers: Sequence[dict[str, Any]], findings: Sequence[Findin
         )
 
 
-def result_lines(result: dict[str, Any], findings: Sequence[Finding]) -> list[str]:
-    dropped = f", {counted(result['dropped'], 'row')} dropped" if result["dropped"] else ""
-    lines = [f"{result['source']} on {counted(result['rows'], 'row')}{dropped}"]
-    for answer in result["answers"]:
-        detail = f"  ({answer['detail']})" if answer["detail"] else ""
-        score = answer["failure"] or _shown(answer["score"])
-        lines.append(f"  {score:>8}  {_cut(answer['completion'])}{detail}")
+def answer_line(answer: dict[str, Any]) -> str:
+    detail = f"  ({' '.join(answer['detail'].split())})" if answer["detail"] else ""
+    score = answer["failure"] or _shown(answer["score"])
+    return f"  {score:>8}  {_cut(answer['completion'])}{detail}"
+
+
+def junk_lines(result: dict[str, Any], findings: Sequence[Finding]) -> list[str]:
     if result["penalty"]:
-        return [*lines, "a penalty: its best score is for having nothing wrong; junk is not tried"]
-    lines += ["", f"  {'right':>8} {'junk':>8} {'hits':>6} {'failed':>6}  junk"]
+        return ["a penalty: its best score is for having nothing wrong; junk is not tried"]
+    lines = ["", f"  {'right':>8} {'junk':>8} {'hits':>6} {'failed':>6}  junk"]
     for finding in findings:
         right = [score for score in finding.right if score is not None]
         junk = [score for score in finding.scores if score is not None]
@@ -175,7 +193,7 @@ def result_lines(result: dict[str, Any], findings: Sequence[Finding]) -> list[st
             f"{finding.hits:>2} of {len(finding.scores):<2} {finding.num_failures:>5}  "
             f"{finding.junk}: {_cut(finding.text)}{verdict}"
         )
-    return [*lines, *(f"warning: {text}" for text in result["warnings"])]
+    return [*lines, *(f"warning: {' '.join(text.split())}" for text in result["warnings"])]
 
 
 def _shown(score: float | None) -> str:

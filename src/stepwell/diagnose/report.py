@@ -17,7 +17,7 @@ from typing import Any
 
 from stepwell.config import Run
 from stepwell.diagnose import charts
-from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes
+from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes, said
 from stepwell.files import write_text
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
 from stepwell.plan.memory.ledger import predict_memory
@@ -369,9 +369,7 @@ def _read_samples(path: Path, stage: str) -> list[Sample]:
     latest: dict[str, Sample] = {}
     for row in read_lines(path):
         correct = row.get("correct", None if row.get("reward") is None else row["reward"] >= 1)
-        answer = Answer(
-            str(row.get("stage", stage)), str(row.get("completion", row.get("text", ""))), correct
-        )
+        answer = Answer(str(row.get("stage", stage)), said(row), correct)
         prompt = str(row.get("prompt", ""))
         latest.pop(prompt, None)
         expected = row.get("expected", row.get("answer", ""))

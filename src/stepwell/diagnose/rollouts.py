@@ -116,4 +116,11 @@ def _pairs(rows: Sequence[Mapping[str, Any]]) -> list[Change]:
 
 
 def _graded(row: Mapping[str, Any]) -> Graded:
-    return Graded(row["step"], row["completion"], row["reward"], row["scores"])
+    return Graded(row["step"], said(row), row["reward"], row["scores"])
+
+
+def said(row: Mapping[str, Any]) -> str:
+    """A sample's answer; with an environment who said what, a line a turn."""
+    turns = row.get("turns") or ()
+    lines = [f"{turn['role']}: {turn['content']}" for turn in turns]
+    return "\n".join(lines) if lines else str(row.get("completion", row.get("text", "")))

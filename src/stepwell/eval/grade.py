@@ -7,12 +7,13 @@ exception means that the grader failed, which is not a wrong answer either.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,24 +109,34 @@ def verify_each(
     """Scores one by one, so that a grader that fails or hangs costs its own item only.
 
     A grader that takes longer than timeout_s is interrupted by SIGALRM, which reaches Python code
-    and regular expressions, in the main thread. Raises ConfigError in another thread.
+    and regular expressions, in the main thread. What can be awaited is. Raises ConfigError in
+    another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("verifiers run in the main thread: elsewhere they could not be stopped")
-    verdicts = []
+    verdicts, runner = [], asyncio.Runner()
     for prompt, text, row in zip(prompts, completions, rows, strict=True):
         columns = columns_for(verifier, row)
         try:
             with _time_limit(timeout_s):
                 scores = verifier([prompt], [text], **columns)
+                if inspect.isawaitable(scores):
+                    scores = runner.run(_awaited(scores))
             verdicts.append(one_verdict(scores))
         except _TooSlow:
             verdicts.append(Verdict(None, "timeout", f"took longer than {timeout_s} s"))
+            runner.close()
+            runner = asyncio.Runner()
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - a grader is anyone's code; failures are counted
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - anyone's code; counted
             verdicts.append(Verdict(None, "error", f"{type(error).__name__}: {error}"))
+    runner.close()
     return verdicts
+
+
+async def _awaited(scores: Awaitable[Any]) -> Any:
+    return await scores
 
 
 def one_verdict(scores: Any) -> Verdict:

@@ -89,11 +89,13 @@ class Rollouts:
         return sum(v.failure == failure for g in self.groups for v in g.verdicts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row a completion, for people and for metrics."""
+        """One flat row a completion, for people and for metrics; with an environment also `turns`,
+        who said what."""
         return [
             {
                 "prompt": group.prompt.text,
                 "completion": completion.text,
+                **({"turns": _messages(completion)} if completion.turns else {}),
                 "reward": verdict.reward,
                 "scores": dict(verdict.scores),
                 "failure": verdict.failure,
@@ -231,9 +233,18 @@ def _group(row: dict[str, Any]) -> Group:
     prompt = row["prompt"]
     return Group(
         Prompt(prompt["text"], tuple(prompt["ids"]), prompt["columns"], prompt["item"]),
-        tuple(Completion(**_with_tuples(c)) for c in row["completions"]),
+        tuple(_completion(c) for c in row["completions"]),
         tuple(Verdict(**_with_tuples(v)) for v in row["verdicts"]),
     )
+
+
+def _completion(row: dict[str, Any]) -> Completion:
+    turns = tuple((role, text) for role, text in row.get("turns", ()))
+    return Completion(**{**_with_tuples(row), "turns": turns})
+
+
+def _messages(completion: Completion) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in completion.turns]
 
 
 def _with_tuples(row: dict[str, Any]) -> dict[str, Any]:

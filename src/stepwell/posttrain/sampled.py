@@ -22,7 +22,7 @@ from stepwell.posttrain.rewards.composite import (
     reward_terms,
 )
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
-from stepwell.posttrain.sampling.environments import Factory, find_environment
+from stepwell.posttrain.sampling.environments import Factory, find_environment, turns_of
 from stepwell.sections.methods import GRPO, PPO, SampledMethod
 from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
@@ -43,10 +43,11 @@ MAX_EMPTY = 3
 
 
 def check_sampled(method: SampledMethod, tokenizer: Tokenizer | None = None) -> None:
-    """Raises ConfigError for an environment that cannot be had, for a dimension that is named like
-    its reward, for rewards that all weigh nothing, for reward models that cannot be one reward, and
-    for a divergence that holds nothing: k1's gradient in the loss is 0 on average; CheckpointError
-    for a reward model that cannot be read."""
+    """Raises ConfigError for an environment that cannot be had, or whose observations the
+    tokenizer's template cannot render, for a dimension that is named like its reward, for rewards
+    that all weigh nothing, for reward models that cannot be one reward, and for a divergence that
+    holds nothing: k1's gradient in the loss is 0 on average; CheckpointError for a reward model
+    that cannot be read."""
     terms = reward_terms(method)
     if (
         isinstance(method, GRPO | PPO)
@@ -59,7 +60,9 @@ def check_sampled(method: SampledMethod, tokenizer: Tokenizer | None = None) -> 
         )
     check_models(method, tokenizer)
     if method.environment:
-        find_environment(method.environment)
+        environment = find_environment(method.environment)
+        if tokenizer is not None:
+            turns_of(environment, tokenizer, method.environment)
         if any(term.name == "environment" for term in terms):
             raise ConfigError(
                 "method.rewards: the name 'environment' is that of the environment's own reward; "
@@ -155,12 +158,21 @@ def greedy_answers(
 
 
 def check_failures(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raises TrainingError if the verifier failed on every answer: nothing can be learnt so."""
-    if rows and all(row["failure"] for row in rows):
-        raise TrainingError(
-            f"the verifier failed on every one of the {len(rows)} answers of the first rollout; "
-            f"the first failure is {rows[0]['failure']}: {rows[0]['detail']}"
-        )
+    """Raises TrainingError if the verifier, or the environment, failed on every answer: nothing can
+    be learnt so."""
+    if not rows or not all(row["failure"] for row in rows):
+        return
+    others = [row for row in rows if not row["failure"].startswith("environment_")]
+    first = (others or rows)[0]
+    who = "the verifier failed on every one"
+    if not others:
+        who = "the environment (method.environment) failed in every one"
+    elif len(others) < len(rows):
+        who = f"the verifier failed on {len(others)} and the environment in all others"
+    raise TrainingError(
+        f"{who} of the {len(rows)} answers of the first rollout; the first failure is "
+        f"{first['failure']}: {first['detail']}"
+    )
 
 
 def headline(rollouts: Rollouts, rewards: Rewards) -> dict[str, float]:

@@ -6,7 +6,7 @@ from stepwell.posttrain.rewards.self_test import is_penalty, junk_scores, right_
 from stepwell.posttrain.verifiers.gym import GYM_SETS, gym_rows
 from stepwell.sections.methods import GRPO
 from stepwell.sections.rewards import RewardTerm
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,21 @@ def any_text(prompts, completions):
 def short(prompts, completions):
     return [-len(c) / 1000 for c in completions]
 
+def constant(prompts, completions, answer):
+    return [True]
+
+def nothing(prompts, completions, answer):
+    return [0]
+
+def of_the_row(prompts, completions, answer):
+    return [float(answer[0])]
+
+def marked(prompts, completions, answer):
+    return [float(c == f"!{a}") for c, a in zip(completions, answer)]
+
+def hashes(prompts, completions, answer):
+    return [float(c == f"#### {a}") for c, a in zip(completions, answer)]
+
 def fails(prompts, completions, answer):
     return [1.0 if completions[0].split()[-1] == answer[0] else 0.0]
 """
@@ -111,10 +126,58 @@ def test_an_answer_anywhere_is_refused(traps):
 
 def test_what_is_only_reported(traps):
     (text,) = found_in(f"{traps}:any_text", [Prompt("?", (1,))])
-    assert "no row says what is right" in text
+    assert text.endswith(
+        "no row says what is right, so junk was only seen to be scored, all of it 1"
+    )
     assert found_in(f"{traps}:short", sums(), weight=-1.0) == []
     found = found_in(f"{traps}:fails", sums())
     assert any("the grader fails on 8 rows with junk (nothing: '')" in text for text in found)
+
+
+@pytest.mark.parametrize("name", ["constant", "of_the_row"])
+def test_a_function_that_scores_all_the_same_is_refused(traps, name):
+    message = r"no junk less than the row's own answer on 8 of 8 rows \(the first scores \d"
+    with pytest.raises(ConfigError, match=message):
+        found_in(f"{traps}:{name}", sums())
+    rows = [Prompt("?", (1,), {"answer": str(n)}) for n in (0, 0, 0, 0, 0, 7, 7, 7)]
+    if name == "of_the_row":  # where it gives nothing it teaches nothing
+        with pytest.raises(ConfigError, match="on 8 of 8 rows"):
+            found_in(f"{traps}:{name}", rows)
+    told = "tell right from wrong there"
+    assert any(told in text for text in found_in(f"{traps}:nothing", rows))
+    assert any(told in text for text in found_in(f"{traps}:marked", sums()))
+    assert found_in(f"{traps}:hashes", sums()) == []
+
+
+def test_what_scores_all_the_same_may_stand_beside_what_does_not(traps):
+    """A term of form, say, that no junk meets and no right answer."""
+    same = RewardTerm(name="same", source=f"{traps}:constant")
+    for source, fine in (("exact", True), (f"{traps}:hashes", True), ("regex:answer: .", False)):
+        rewards = open_rewards(GRPO(rewards=(same, RewardTerm(name="other", source=source))))
+        try:
+            if fine:
+                (text,) = self_test(rewards, sums())
+                assert text.startswith("reward 'same': no junk scores less")
+            else:
+                with pytest.raises(ConfigError, match="'same'.*nothing else in the reward"):
+                    self_test(rewards, sums())
+        finally:
+            rewards.close()
+
+
+def test_a_grader_that_always_hangs_is_tried_on_a_few(tmp_path):
+    log = tmp_path / "log"
+    (tmp_path / "slow.py").write_text(
+        f"import time\ndef f(prompts, completions):\n    open({str(log)!r}, 'a').write('.')\n"
+        "    time.sleep(60)\n"
+    )
+    rewards = open_rewards(GRPO(verifier=f"python:{tmp_path}/slow.py:f", reward_timeout_s=0.1))
+    try:
+        with pytest.raises(DataError, match="too long for each of the first 4 answers"):
+            self_test(rewards, sums())
+    finally:
+        rewards.close()
+    assert log.read_text() == "...."
 
 
 def test_a_pattern_that_anything_meets_is_refused():

@@ -57,7 +57,7 @@ def test_repetition():
         ("regex:(", "not a regular expression"),
         ("regex:", "unknown reward source"),
         ("json:nothing.json", "cannot read the JSON schema nothing.json"),
-        ("python:nothing.py:f", "there is no file 'nothing.py'"),
+        ("python:nothing.py:f", "there is no Python file 'nothing.py'"),
         ("gym:chainsum", "did you mean 'chain_sum'"),
         ("model:folder", "needs a run"),
     ],
@@ -72,7 +72,7 @@ def graders(tmp_path):
     (tmp_path / "helper.py").write_text("HALF = 0.5\n")
     (tmp_path / "mine.py").write_text(
         """
-import asyncio, os, re, time
+import asyncio, functools, os, re, sys, time
 from helper import HALF
 
 def half(prompts, completions, answer):
@@ -96,6 +96,28 @@ def odd(prompts, completions, **columns):
     if what == "die":
         os._exit(3)
     return {"nan": [float("nan")], "text": ["1"], "two": [1, 2], "bool": [True]}.get(what, [0.25])
+
+class Judge:
+    async def __call__(self, prompts, completions, **columns):
+        await asyncio.sleep(60 if completions[0] == "slow" else 0.01)
+        return [0.5]
+
+class Sync(Judge):
+    def __call__(self, prompts, completions, **columns):
+        return super().__call__(prompts, completions, **columns)
+
+async def filled(extra, prompts, completions):
+    return [extra]
+
+async_object, sync_object = Judge(), Sync()
+async_partial = functools.partial(filled, 0.5)
+partial_object = functools.partial(Judge(), unused=1)
+
+def wrapped(prompts, completions):
+    return filled(0.5, prompts, completions)
+
+def leaves(prompts, completions):
+    sys.exit(completions[0])
 
 running = most = 0
 
@@ -233,3 +255,58 @@ def test_unit_tests():
     verdicts = scorer.score([Prompt("", (), r) for r in rows], [answer(prompt + right)] * 4)
     assert [v.failure or v.reward for v in verdicts] == [1, "error", "error", None]
     scorer.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["async_object", "sync_object", "async_partial", "partial_object", "wrapped"]
+)
+def test_whatever_can_be_awaited_is(graders, name):
+    assert scores(f"{graders}:{name}", ["x", "y"]) == [0.5, 0.5]
+
+
+def test_an_awaited_answer_of_a_plain_function_has_a_time_limit(graders):
+    assert scores(f"{graders}:sync_object", ["slow", "x"], timeout_s=0.3) == ["timeout", 0.5]
+
+
+def test_a_grader_that_calls_exit_costs_its_own_answer(graders):
+    scorer = open_scorer(f"{graders}:leaves", 5.0)
+    try:
+        (verdict,) = scorer.score([Prompt("", ())], [answer("no key set")])
+    finally:
+        scorer.close()
+    assert (verdict.failure, verdict.detail) == ("error", "SystemExit: no key set")
+
+
+def test_an_interrupted_grader_is_replaced(tmp_path, monkeypatch):
+    """Half an import would be found by the next answer's."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    (tmp_path / "slow_to_import.py").write_text(
+        "import sys, time\nsys.modules['slow_to_import_begun'] = sys\ntime.sleep(60)\n"
+    )
+    (tmp_path / "torn.py").write_text(
+        "import sys\ndef f(prompts, completions):\n"
+        "    if completions[0] == 'slow':\n        import slow_to_import\n"
+        "    return [float('slow_to_import_begun' in sys.modules)]\n"
+    )
+    source = f"python:{tmp_path}/torn.py:f"
+    assert scores(source, ["slow", "x"], timeout_s=0.3) == ["timeout", 0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys\nsys.exit('no key set')\n", "ends.py cannot be run: SystemExit: no key set"),
+        ("import os\nos._exit(7)\n", r"ends.py:f: reading it ended the process \(exit code 7\)"),
+    ],
+)
+def test_a_file_that_ends_the_process_is_named(tmp_path, text, message):
+    (tmp_path / "ends.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        open_scorer(f"python:{tmp_path}/ends.py:f", 1.0)
+
+
+def test_a_file_that_does_not_come_to_its_end_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("stepwell.posttrain.rewards.grader_pool.START_S", 0.5)
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(ConfigError, match=r"waits.py:f: reading it took longer than 0.5 s"):
+        open_scorer(f"python:{tmp_path}/waits.py:f", 1.0)

@@ -12,7 +12,8 @@ from stepwell.data.chat import render_chat, render_prompt
 from stepwell.data.packing import pack_rows
 from stepwell.eval.grade import Prompt
 from stepwell.generate import Sampling
-from stepwell.posttrain.rollout import ByVerifier, collect
+from stepwell.posttrain.rollout import ByVerifier, Rollouts, collect
+from stepwell.posttrain.sampled import check_sampled
 from stepwell.posttrain.sampling.calculator import Calculator, calculate
 from stepwell.posttrain.sampling.environments import (
     Answer,
@@ -21,7 +22,9 @@ from stepwell.posttrain.sampling.environments import (
     Worker,
     answer_of,
     find_environment,
+    turns_of,
 )
+from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.types import ConfigError, DataError
@@ -171,6 +174,60 @@ def test_control_tokens_of_an_observation_are_text(tokenizer):
     assert ids.count(tokenizer.token_id("<|user|>")) == 1
 
 
+def test_the_shipped_template_has_a_place_for_a_tool(tokenizer):
+    ids = Turns.of(tokenizer, "tool").ids([], "84")
+    assert tokenizer.decode(ids) == "<|end|><|tool|>84<|end|><|assistant|>"
+
+    class Tool:
+        role = "tool"
+
+    assert turns_of(Tool, tokenizer, "python:mine.py:Tool").head == "<|end|><|tool|>"  # type: ignore[arg-type]
+
+
+def test_a_role_that_a_template_does_not_know_is_named(tokenizer):
+    class Robot:
+        role: Any = "robot"
+
+    message = r"method.environment='python:mine.py:Robot' answers in the role 'robot'.*unknown role"
+    with pytest.raises(ConfigError, match=message):
+        turns_of(Robot, tokenizer, "python:mine.py:Robot")  # type: ignore[arg-type]
+    Robot.role = 3
+    with pytest.raises(ConfigError, match="its role is 3, and no text"):
+        turns_of(Robot, tokenizer, "python:mine.py:Robot")  # type: ignore[arg-type]
+    method = GRPO(environment="calculator", max_turns=2)
+    knows_no_user = "{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% endif %}"
+    other = Tokenizer.train(["a b c"], 280, chat_template=f"{knows_no_user}{{% endfor %}}")
+    check_sampled(method, tokenizer)
+    with pytest.raises(ConfigError, match="method.environment='calculator' answers in the role"):
+        check_sampled(method, other)
+
+
+def test_who_said_what_is_kept(engine, tokenizer, tmp_path):
+    """Beside what the policy wrote, which is all that is graded."""
+
+    class Begins(Talker):
+        role = "tool"
+
+        def reset(self, row):
+            return [{"role": "user", "content": f"{row['prompt']} answer: 84"}]
+
+    rollouts = episodes(engine, tokenizer, Begins, max_new_tokens=200)
+    seen = 0
+    completions = [c for g in rollouts.groups for c in g.completions]
+    for row, c in zip(rollouts.rows(), completions, strict=True):
+        first, *rest = row["turns"]
+        assert first == {"role": "user", "content": f"{row['prompt']} answer: 84"}
+        assert "\n".join(t["content"] for t in rest if t["role"] == "assistant") == c.text
+        observed = [t["content"] for t in rest if t["role"] == "tool"]
+        assert observed == ["1 <|end|> more", "2 <|end|> more"][: len(observed)]
+        assert all(text in tokenizer.decode(c.token_ids) for text in observed)
+        seen += len(observed)
+    assert seen
+    rollouts.save(tmp_path / "some.jsonl")
+    assert Rollouts.load(tmp_path / "some.jsonl") == rollouts
+    assert "turns" not in episodes(engine, tokenizer, None).rows()[0]
+
+
 def test_templates_without_a_place_for_an_answer_are_refused():
     refuses = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -275,6 +332,17 @@ def test_a_failure_costs_its_own_sample(engine, tokenizer):
         assert verdict.reward == (None if verdict.failure else 1.5)
     details = {v.failure: v.detail for g in rollouts.groups for v in g.verdicts}
     assert details["environment_error"] == "RuntimeError: no"
+
+
+def test_an_environment_that_calls_exit_costs_its_own_sample():
+    class Leaves:
+        def reset(self, row):
+            raise SystemExit("no key set")
+
+    worker = Worker(Leaves, 5.0)  # type: ignore[arg-type]
+    worker.begin("reset", {})
+    assert worker.result() == Failure("environment_error", "SystemExit: no key set")
+    worker.close()
 
 
 def test_python_code_that_hangs_is_ended():

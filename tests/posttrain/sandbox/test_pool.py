@@ -210,6 +210,13 @@ print(os.listdir('.'))
     assert done.stdout == "['z']\n", done.stderr
 
 
+def test_nothing_of_the_owners_environment(sandbox, monkeypatch):
+    """What docs/rewards.md says is there."""
+    monkeypatch.setenv("A_KEY", "secret")
+    done = sandbox.run(Program("import os\nprint(sorted(os.environ))"))
+    assert done.stdout == "['HOME', 'LANG', 'PATH', 'PYTHONHASHSEED']\n", done.stderr
+
+
 def test_no_inherited_files(sandbox):
     code = """
 import os

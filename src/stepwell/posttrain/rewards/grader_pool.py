@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -18,6 +19,7 @@ from stepwell.eval.grade import Verdict
 from stepwell.types import ConfigError, DataError, StepwellError, TrainingError
 
 START_S = 120.0
+END_S = 2.0  # that a process whose pipe has ended takes to be gone
 KILL_AFTER_S = 1.0  # beyond the limit that a grader is interrupted at from within
 TOGETHER = 16  # answers that one process grades at once, if its function is async
 
@@ -66,11 +68,13 @@ class GraderPool:
             first = min((d for w in busy for d in w.deadlines.values()), default=now)
             for connection in wait([w.connection for w in busy], max(0.0, first - now)):
                 worker = next(w for w in busy if w.connection is connection)
-                answer = worker.receive()
-                if answer is not None:
-                    verdicts[answer[0]] = answer[1]
+                for number, verdict in worker.receive():
+                    verdicts[number] = verdict
+                    # What was interrupted (an import, a lock) may be in pieces.
+                    worker.is_torn |= verdict.failure == "timeout" and not self.is_async
+            now = time.monotonic()  # before any is started, which takes others' time
             for worker in busy:
-                self._replace_if_needed(worker, verdicts, left, items)
+                self._replace_if_needed(worker, verdicts, left, items, now)
         return [verdicts[i] for i in range(len(items))]
 
     def _replace_if_needed(
@@ -79,12 +83,12 @@ class GraderPool:
         verdicts: dict[int, Verdict],
         left: deque[Any],
         items: list[tuple[int, str, str, dict[str, Any]]],
+        now: float,
     ) -> None:
-        """A worker that is dead or late. Of the answers that it had, those that were late (or all,
-        if it died by itself) fail; the others are graded again."""
-        now = time.monotonic()
+        """A worker that is dead, late or torn. Of the answers that it had, those that were late (or
+        all, if it died by itself) fail; the others are graded again."""
         late = [number for number, deadline in worker.deadlines.items() if deadline <= now]
-        if worker.is_alive and not late:
+        if worker.is_alive and not worker.is_torn and not late:
             return
         code = worker.close()
         for number in worker.deadlines:
@@ -95,7 +99,9 @@ class GraderPool:
                 verdicts[number] = Verdict(None, "error", f"the grader has died ({code})")
             else:
                 left.appendleft(items[number])
-        self._workers[self._workers.index(worker)] = self._started()
+        self._workers.remove(worker)
+        if left:
+            self._workers.append(self._started())
 
     def _grow(self, wanted: int) -> None:
         self._workers = [w for w in self._workers if w.is_there()]
@@ -124,6 +130,7 @@ class GraderPool:
 
 class _Worker:
     def __init__(self, source: str, timeout_s: float) -> None:
+        self.source = source
         ours, theirs = socket.socketpair()
         watched, alive = os.pipe()
         words = [source, str(timeout_s), str(theirs.fileno()), str(watched)]
@@ -142,20 +149,38 @@ class _Worker:
         self.connection = Connection(ours.detach())
         self.deadlines: dict[int, float] = {}
         self.is_alive = True
+        self.is_torn = False
 
     def ready(self) -> tuple[tuple[str, ...], bool]:
         """(required columns, is async). Raises what the verifier's opening did."""
+        said, is_late = None, False
         try:
-            said = self.connection.recv() if self.connection.poll(START_S) else None
-        except (EOFError, OSError):
+            is_late = not self.connection.poll(START_S)
+            said = None if is_late else self.connection.recv()
+        except (EOFError, OSError):  # it has ended
             said = None
         if said is not None and said[0] == "ready":
             return said[1], said[2]
-        code = self.close()
         if said is not None:
+            self.close()
             kinds = {kind.__name__: kind for kind in (ConfigError, DataError)}
             raise kinds.get(said[1], StepwellError)(said[2])
-        raise StepwellError(f"the process ended ({code}) or did not start within {START_S:g} s")
+        if not is_late:
+            raise ConfigError(
+                f"{self.source}: reading it ended the process (exit code {self._code()}) before "
+                "anything could be graded; a file of rewards must come to its end"
+            )
+        self.close()
+        raise ConfigError(
+            f"{self.source}: reading it took longer than {START_S:g} s; a file of rewards must "
+            "come to its end (what waits or loads for long belongs into the function)"
+        )
+
+    def _code(self) -> int:
+        """The exit code of one whose pipe has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        return self.close()
 
     def send(self, item: tuple[int, str, str, dict[str, Any]], deadline: float) -> None:
         self.deadlines[item[0]] = deadline
@@ -164,14 +189,17 @@ class _Worker:
         except OSError:
             self.is_alive = False
 
-    def receive(self) -> tuple[int, Verdict] | None:
+    def receive(self) -> list[tuple[int, Verdict]]:
+        """All that it has said."""
+        found = []
         try:
-            number, verdict = self.connection.recv()
+            while self.connection.poll():
+                number, verdict = self.connection.recv()
+                self.deadlines.pop(number)
+                found.append((number, verdict))
         except (EOFError, OSError):
             self.is_alive = False
-            return None
-        self.deadlines.pop(number)
-        return number, verdict
+        return found
 
     def is_there(self) -> bool:
         """Also closes one that has ended by itself."""

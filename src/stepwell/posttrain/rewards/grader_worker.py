@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import signal
@@ -31,12 +32,21 @@ def main(source: str, timeout_s: float, pipe: int, alive: int) -> None:
     except StepwellError as error:
         connection.send(("refused", type(error).__name__, str(error)))
         return
-    is_async = inspect.iscoroutinefunction(inspect.unwrap(verifier))
+    is_async = is_coroutine_function(verifier)
     connection.send(("ready", tuple(required_columns(verifier)), is_async))
     if is_async:
         asyncio.run(_grade_together(verifier, timeout_s, connection))
     else:
         _grade_one_by_one(verifier, timeout_s, connection)
+
+
+def is_coroutine_function(verifier: Callable[..., Any]) -> bool:
+    """Also of an object whose `__call__` is one, and of such a one with arguments filled in."""
+    function: Any = inspect.unwrap(verifier)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    called = getattr(type(function), "__call__", None)  # noqa: B004 - is it async?
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
 
 
 def _end_with(alive: int) -> None:
@@ -92,7 +102,7 @@ async def _grade_one(
     try:
         async with asyncio.timeout(timeout_s) as limit:
             verdict = one_verdict(await verifier([prompt], [text], **columns))
-    except Exception as error:  # noqa: BLE001 - a grader is anyone's code; failures are counted
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - anyone's code; failures are counted
         verdict = Verdict(None, "error", f"{type(error).__name__}: {error}")
         if isinstance(error, TimeoutError) and limit.expired():
             verdict = Verdict(None, "timeout", f"took longer than {timeout_s} s")

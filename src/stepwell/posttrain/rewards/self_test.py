@@ -1,14 +1,16 @@
 """Every scorer is tried on junk before a run starts: what a policy may find must not pay.
 
 A scorer of rewards for right answers (exact, math, gym, code, tests, one's own function) is refused
-if junk scores what a right answer does. One of a form (regex, json) can be met by a wrong answer,
-so only text without any content is held against it. Penalties are not tried. Reward models are
-reported: their scores are learnt, and junk that they like is something to know, not a fault.
+if junk scores what a right answer does, and so is a function of one's own that scores all the same,
+unless another dimension tells right from wrong. One of a form (regex, json) can be met by a wrong
+answer, so only text without any content is held against it. Penalties are not tried. Reward models
+are reported: their scores are learnt, and junk that they like is something to know, not a fault.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from stepwell.posttrain.rewards.composite import Dimension, Rewards, unwatched
 from stepwell.posttrain.verifiers.exact import same_text
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import Completion, ConfigError
+from stepwell.types import Completion, ConfigError, DataError
 
 if TYPE_CHECKING:
     from stepwell.train.session import Session
@@ -40,7 +42,10 @@ EMPTY = {
 SOLVED = 1.0
 BOUNDED = ("exact", "math", "regex", "json", "code", "tests", "gym")
 FORMS = ("regex", "json")
+OWN = "python"
 SHOWN = 60
+# Answers that a grader is tried on first: if it takes too long for each, no others are.
+NUM_PROBES = 4
 
 
 @dataclass(frozen=True)
@@ -55,16 +60,19 @@ class Junk:
 @dataclass(frozen=True)
 class Finding:
     """What a junk string scored in one dimension, on the rows where it was tried: scores as given
-    (None: not applicable, or failed), right: what the row's own answer scores, None if not known.
+    (None: not applicable, or failed), right: what the row's own answer scores, None if not known,
+    rows: their numbers.
     hits: on how many rows it scored as much as a right answer. failure: how the grader failed on
-    the first row where it did."""
+    the first row where it did. source: the kind of it, e.g. "python"."""
 
     dimension: str
+    source: str
     junk: str
     text: str
     kind: str
     scores: tuple[float | None, ...]
     right: tuple[float | None, ...]
+    rows: tuple[int, ...]
     hits: int
     num_failures: int
     refused: bool
@@ -90,6 +98,53 @@ def require_no_refusal(findings: Sequence[Finding], rewards: Rewards) -> None:
         if finding.refused:
             dimension = next(d for d in rewards.dimensions if d.term.name == finding.dimension)
             raise ConfigError(_refusal(finding, dimension))
+    for dimension in rewards.dimensions:
+        own = _of(dimension, findings)
+        same = blind_rows(own)
+        if _is_blind(own) and max(same) > 0 and not _others_tell(dimension, findings, rewards):
+            raise ConfigError(
+                f"reward {dimension.term.name!r} (source {dimension.term.source!r}) gives no junk "
+                f"less than the row's own answer on {len(same)} of {len(own[0].right)} rows (the "
+                f"first scores {same[0]:g}), and nothing else in the reward tells right from "
+                "wrong; a policy could learn nothing from it. Mend the scorer, or the column that "
+                "says what is right; method.self_test=false starts all the same"
+            )
+
+
+def blind_rows(own: Sequence[Finding]) -> list[float]:
+    """own: a dimension's. The scores of the rows' own answers where no junk scored less."""
+    lowest: dict[int, float] = {}
+    right: dict[int, float] = {}
+    for finding in own:
+        for row, score, best in zip(finding.rows, finding.scores, finding.right, strict=True):
+            if score is not None:
+                lowest[row] = min(score, lowest.get(row, score))
+            if best is not None:
+                right[row] = best
+    return [best for row, best in right.items() if lowest.get(row, -math.inf) >= best]
+
+
+def _is_blind(own: Sequence[Finding]) -> bool:
+    """Whether a function of one's own tells no answer from junk on most of the rows that say what
+    is right. Those of others have a bound to be held against, or are learnt."""
+    if not own or own[0].source != OWN:
+        return False
+    known = sum(score is not None for score in own[0].right)
+    return 2 * len(blind_rows(own)) > known
+
+
+def _others_tell(dimension: Dimension, findings: Sequence[Finding], rewards: Rewards) -> bool:
+    for other in rewards.dimensions:
+        own = _of(other, findings)
+        if other is dimension or not own or own[0].source in FORMS or not other.term.weight:
+            continue
+        if not _is_blind(own):
+            return True
+    return False
+
+
+def _of(dimension: Dimension, findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.dimension == dimension.term.name]
 
 
 def try_at_start(
@@ -131,9 +186,31 @@ def junk_scores(
     findings = []
     for dimension in rewards.dimensions:
         if not is_penalty(dimension):
+            probe(dimension, rows[0], [*right[0], *(one.text for one in junk[0])], tokenizer)
             scored = _scored(dimension, rows, junk, right, tokenizer, max_new_tokens)
             findings += _findings(dimension, *scored)
     return findings
+
+
+def probe(
+    dimension: Dimension, row: Prompt, texts: Sequence[str], tokenizer: Tokenizer | None = None
+) -> None:
+    """Raises DataError if the grader takes too long for each of the first NUM_PROBES texts."""
+    chosen = texts[:NUM_PROBES]
+    completions = [_completion(row, text, tokenizer, len(text) + 1) for text in chosen]
+    verdicts = dimension.scorer.score([row] * len(chosen), completions)
+    require_in_time(dimension, verdicts)
+
+
+def require_in_time(dimension: Dimension, verdicts: Sequence[Verdict]) -> None:
+    """Raises DataError if all of them took too long."""
+    if verdicts and all(verdict.failure == "timeout" for verdict in verdicts):
+        raise DataError(
+            f"reward {dimension.term.name!r} (source {dimension.term.source!r}) took too long for "
+            f"each of the first {len(verdicts)} answers that it was tried on ({verdicts[0].detail})"
+            "; no others were tried. Mend the grader, or give it more time "
+            "(method.reward_timeout_s, --timeout-s)"
+        )
 
 
 def is_penalty(dimension: Dimension) -> bool:
@@ -166,6 +243,7 @@ def right_answers(row: Prompt) -> list[str]:
     truth = _truth(row)
     if truth is not None:
         found += [f"answer: {truth}", truth, f"\\boxed{{{truth}}}"]
+        found += [f"<answer>{truth}</answer>", f"#### {truth}"]
     for name in ("solution", "canonical_solution", "completion", "code"):
         text = row.columns.get(name)
         if isinstance(text, str) and text.strip():
@@ -228,8 +306,10 @@ def _findings(
     right: Sequence[float | None],
 ) -> list[Finding]:
     kind = dimension.term.source.partition(":")[0]
-    lowest = min((v.reward for _, v, _ in tried if v.reward is not None), default=None)
-    bars = [_bar(kind, score, lowest) for score in right]
+    bars = []
+    for row, score in enumerate(right):
+        junk = [v.reward for _, v, number in tried if number == row and v.reward is not None]
+        bars.append(_bar(kind, score, min(junk, default=None)))
     found = []
     for name in dict.fromkeys(one.name for one, _, _ in tried):
         of_name = [(one, v, number) for one, v, number in tried if one.name == name]
@@ -244,11 +324,13 @@ def _findings(
         found.append(
             Finding(
                 dimension.term.name,
+                kind,
                 name,
                 first.text,
                 first.kind,
                 tuple(v.reward for _, v, _ in of_name),
                 tuple(right[number] for _, _, number in of_name),
+                tuple(number for _, _, number in of_name),
                 len(reached),
                 sum(bool(v.failure) for _, v, _ in of_name),
                 bool(reached) and counts and not dimension.scorer.is_model,
@@ -260,8 +342,8 @@ def _findings(
 
 def _bar(kind: str, right: float | None, lowest: float | None) -> float | None:
     """What junk must stay below. Of a function of one's own this is the score of the row's answer,
-    where it is known, and if it is above some junk's: otherwise the function rewards something
-    else."""
+    where it is known, and if it is above some junk's: otherwise the function does not know it for
+    right (`blind_rows`)."""
     if kind in BOUNDED:
         return SOLVED
     if right is None or lowest is None or right <= lowest:
@@ -285,7 +367,7 @@ def reports(findings: Sequence[Finding], rewards: Rewards) -> list[str]:
     that is right by chance or that a reward model likes."""
     found = []
     for dimension in rewards.dimensions:
-        own = [f for f in findings if f.dimension == dimension.term.name]
+        own = _of(dimension, findings)
         if not own:
             continue
         name = f"reward {dimension.term.name!r}"
@@ -297,8 +379,21 @@ def reports(findings: Sequence[Finding], rewards: Rewards) -> list[str]:
                 f"{name}: the row's own answer does not score {SOLVED:g} on {unsolved} of "
                 f"{len(right)} rows"
             )
-        if kind == "python" and all(score is None for score in right):
-            found.append(f"{name}: no row says what is right, so junk was only seen to be scored")
+        if kind == OWN and all(score is None for score in right):
+            scores = {score for finding in own for score in finding.scores}
+            only = scores.pop() if len(scores) == 1 else None
+            same = "" if only is None else f", all of it {only:g}"
+            found.append(
+                f"{name}: no row says what is right, so junk was only seen to be scored{same}"
+            )
+        blind = blind_rows(own)
+        if kind == OWN and blind:
+            found.append(
+                f"{name}: no junk scores less than the row's own answer on {len(blind)} of "
+                f"{len(right)} rows (the first scores {blind[0]:g}), so it was not seen to tell "
+                "right from wrong there; if it expects answers of another form, put one into a "
+                "column `completion`"
+            )
         failed = [finding for finding in own if finding.num_failures]
         if failed:
             first, others = failed[0], len(failed) - 1

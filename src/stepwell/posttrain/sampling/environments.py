@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib.util
 import inspect
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from stepwell.data.chat import OPEN, Message, render_text
+from stepwell.posttrain.user_code import attribute, load
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import ConfigError, DataError, nearest
 
@@ -109,14 +108,14 @@ class Worker:
                 try:
                     environment = environment or self._factory()
                     self._results.put(call(getattr(environment, method), *arguments))
-                except Exception as error:  # noqa: BLE001 - anyone's code; failures are counted
+                except (Exception, SystemExit) as error:  # noqa: BLE001 - anyone's code; counted
                     detail = f"{type(error).__name__}: {error}"
                     self._results.put(Failure("environment_error", detail))
             if hasattr(environment, "close"):
                 call(environment.close)
         except _Abandoned:
             environment = None
-        except Exception as error:  # noqa: BLE001 - after the end: nobody waits for it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - after the end: nobody waits for it
             self._results.put(Failure("environment_error", f"close: {error}"))
         finally:
             loop.close()
@@ -195,40 +194,48 @@ class Turns:
         return encode(head + observation + self.tail)
 
 
-def find_environment(name: str) -> Factory:
+def find_environment(source: str) -> Factory:
     """`calculator`, or python:FILE.py:CLASS. Raises ConfigError for anything else."""
-    if name == "calculator":
+    if source == "calculator":
         from stepwell.posttrain.sampling.calculator import Calculator
 
         return Calculator
-    kind, _, place = name.partition(":")
-    file, _, attribute = place.rpartition(":")
-    if kind != "python" or not file or not attribute:
+    kind, _, place = source.partition(":")
+    file, _, name = place.rpartition(":")
+    if kind != "python" or not file or not name:
         raise ConfigError(
-            f"method.environment={name!r} is unknown{nearest(name, SHIPPED)}; known are "
+            f"method.environment={source!r} is unknown{nearest(source, SHIPPED)}; known are "
             f"{', '.join(SHIPPED)} and python:FILE.py:CLASS"
         )
-    return _from_file(Path(file), attribute)
+    return _from_file(file, name)
 
 
-def _from_file(file: Path, attribute: str) -> Factory:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise ConfigError(f"method.environment: there is no Python file {str(file)!r}")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"method.environment: {file} fails on being read: {type(error).__name__}: {error}"
-        ) from error
-    factory = getattr(module, attribute, None)
-    if not callable(factory):
-        public = [name for name, value in vars(module).items() if callable(value)]
-        raise ConfigError(
-            f"method.environment: {file} has no class {attribute!r}{nearest(attribute, public)}"
-        )
+def _from_file(file: str, name: str) -> Factory:
+    what = "method.environment"
+    factory = attribute(load(file, what), name, what, "class")
     for method in ("reset", "step"):
         if isinstance(factory, type) and not callable(getattr(factory, method, None)):
-            raise ConfigError(f"method.environment: {attribute!r} of {file} has no {method}()")
+            raise ConfigError(f"{what}: {name!r} of {file} has no {method}()")
     return cast(Factory, factory)
+
+
+def turns_of(factory: Factory, tokenizer: Tokenizer, name: str) -> Turns:
+    """How the observations of the environment `name` are rendered. Raises ConfigError for a role
+    that the tokenizer's template does not know."""
+    role = role_of(factory)
+    try:
+        return Turns.of(tokenizer, role)
+    except DataError as error:
+        raise ConfigError(
+            f"method.environment={name!r} answers in the role {role!r}, which the tokenizer's chat "
+            f'template cannot render: {error}; the nearest legal value is `role = "user"` in '
+            "the environment, or take a tokenizer whose template has that role"
+        ) from error
+
+
+def role_of(factory: Factory) -> str:
+    """The observations' role. Raises ConfigError for one that is no text."""
+    role = getattr(factory, "role", "user")
+    if not isinstance(role, str):
+        raise ConfigError(f"method.environment: its role is {role!r:.80}, and no text like 'tool'")
+    return role

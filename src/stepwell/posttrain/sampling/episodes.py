@@ -7,11 +7,12 @@ the whole conversation so far as its prompt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from stepwell.data.chat import render_prompt
+from stepwell.data.chat import Message, render_prompt
 from stepwell.eval.grade import Prompt, Verdict, answer_seeds
 from stepwell.generate import Request, Sampling
 from stepwell.posttrain.sampling.environments import (
@@ -21,6 +22,7 @@ from stepwell.posttrain.sampling.environments import (
     Turns,
     Worker,
     answer_of,
+    role_of,
 )
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, ConfigError, StepwellError
@@ -64,6 +66,8 @@ class _Talk:
 
     request: Request
     worker: Worker
+    role: str
+    turns: list[tuple[str, str]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     from_policy: list[bool] = field(default_factory=list)
@@ -80,11 +84,13 @@ class _Talk:
         self.logprobs += completion.logprobs
         self.from_policy += [True] * len(completion.token_ids)
         self.texts.append(completion.text)
+        self.turns.append(("assistant", completion.text))
         self.policy_version = completion.policy_version
         self.num_sampled += len(completion.token_ids)
 
-    def put_in(self, ids: Sequence[int]) -> None:
+    def put_in(self, ids: Sequence[int], observation: str) -> None:
         """The environment's turn."""
+        self.turns.append((self.role, observation))
         self.tokens += ids
         self.logprobs += [0.0] * len(ids)
         self.from_policy += [False] * len(ids)
@@ -110,6 +116,7 @@ class _Talk:
             finish_reason=self.finish_reason,
             policy_version=self.policy_version,
             from_policy=tuple(self.from_policy),
+            turns=tuple(self.turns),
         )
         reward = sum(self.rewards) if self.rewards else None
         return Episode(completion, reward, self.failure, len(self.texts))
@@ -150,11 +157,12 @@ def sample_episodes(
         completions = sampler.generate(requests, sampling, tokenizer)
         return [Episode(completion) for completion in completions]
     owners = [prompt for prompt in prompts for _ in range(group_size)]
-    talks = [_Talk(request, Worker(environment, timeout_s)) for request in requests]
+    role = role_of(environment)
+    talks = [_Talk(request, Worker(environment, timeout_s), role) for request in requests]
     limit = _Limit(max_turns, max_len, sampling)
     try:
         _reset(talks, owners, tokenizer, limit)
-        turns = Turns.of(tokenizer, getattr(environment, "role", "user"))
+        turns = Turns.of(tokenizer, role)
         while open_talks := [talk for talk in talks if not talk.finish_reason]:
             _turn(sampler, open_talks, sampling, tokenizer, turns, limit)
     finally:
@@ -194,6 +202,7 @@ def _begin_with(talk: _Talk, messages: Any, tokenizer: Tokenizer, limit: _Limit)
         talk.fail(Failure("environment_error", f"reset(): {error}"))
         return
     talk.request = replace(talk.request, prompt_ids=ids)
+    talk.turns += [(m["role"], _content(m)) for m in messages]
     if not limit.leaves_room(len(ids)):
         talk.fail(
             Failure(
@@ -201,6 +210,11 @@ def _begin_with(talk: _Talk, messages: Any, tokenizer: Tokenizer, limit: _Limit)
                 f"reset(): a prompt of {len(ids)} tokens leaves no room in {limit.max_len}",
             )
         )
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(content, default=str)
 
 
 def _turn(
@@ -247,4 +261,4 @@ def _answered(
     if ended or len(talk.texts) >= limit.max_turns or not limit.leaves_room(num_tokens):
         talk.finish_reason = "length"
         return
-    talk.put_in(ids)
+    talk.put_in(ids, answer.observation)
