@@ -3,8 +3,9 @@
 Answers are up to twelve letters. Gold gives each letter that occurs its hidden worth, once, and
 takes something off for every repetition. Three reward models learn it from pairs of random answers
 each, where repetitions are few, so they learn the letters well and the penalty badly. Their mean is
-the proxy: best-of-n and GRPO both optimise it, GRPO also gold itself. All start from one untrained
-policy, which writes letters at random.
+the proxy: best-of-n and GRPO both optimise it. GRPO also optimises gold itself, as the mean of
+three models whose errors cancel. All start from one untrained policy, which writes letters at
+random.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from scipy.stats import t as student
 
 from stepwell.eval.grade import Prompt, Verdict
 from stepwell.labs.letters import MAX_TOKENS, NUM_PROMPTS, TOKENIZER_OF_LETTERS, World, alone
@@ -25,6 +27,7 @@ from stepwell.metrics import read_events, read_lines
 from stepwell.posttrain.best_of_n import best_of, kl_bound
 from stepwell.posttrain.grpo import grpo
 from stepwell.posttrain.overoptimisation.curves import first_fall, fit
+from stepwell.posttrain.overoptimisation.detector import Reading
 from stepwell.posttrain.overoptimisation.watch import EVENT
 from stepwell.posttrain.reward_model.model import open_scorer
 from stepwell.posttrain.rewards.composite import Dimension, Rewards, Scorer, open_rewards
@@ -35,13 +38,16 @@ from stepwell.types import Completion
 CLAIM = (
     "GRPO on a proxy, the mean of three reward models, drives it up while gold turns over, with "
     "every seed: at the end gold has lost more than a tenth of what it had gained. The detector, "
-    "which sees no gold, alarms with every seed before all of that is lost (not always before 5 % "
-    "is: the numbers say when), and never when gold itself is optimised, though answers repeat "
-    "themselves more and go far there, too. The models' absolute disagreement falls all the while. "
-    "Gold of the best of n by the proxy bends down in Gao's form: beta lies above 0."
+    "which sees no gold, alarms with every seed before gold has fallen 5 % below its peak, and not "
+    "before half of its gain is there; never when gold itself is optimised, as the mean of three "
+    "models that disagree, though answers repeat themselves more and go far there, too. The learnt "
+    "models' absolute disagreement falls all the while. Gold of the best of n by the proxy bends "
+    "down in Gao's form: the mean of the seeds' beta lies above 0."
 )
 WINDOW = 5
-FALL, LEAST_LOSS = 0.05, 0.1
+FALL, LEAST_LOSS, LEAST_LEFT = 0.05, 0.1, 0.5
+# Of models whose mean is gold: about as large that they agree at first as the learnt ones do.
+ERROR_SD = 0.65
 # Rollouts that a point of the gold curve is the mean of: a single one has noise of about 5 %.
 SMOOTH = 5
 
@@ -60,8 +66,10 @@ class Size(NamedTuple):
     ns: tuple[int, ...]
 
 
-FULL = Size((20, 21, 22), 3, 640, 160, 16, 60, 4096, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
-SMALL = Size((22,), 3, 640, 160, 16, 32, 256, (1, 2, 4, 8, 16, 32, 64))
+FULL = Size(
+    tuple(range(500, 506)), 3, 640, 160, 16, 60, 4096, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+)
+SMALL = Size((100,), 3, 640, 160, 16, 32, 256, (1, 2, 4, 8, 16, 32, 64))
 
 
 def measure(small: bool = False) -> dict[str, Any]:
@@ -73,7 +81,7 @@ def measure(small: bool = False) -> dict[str, Any]:
 def check(numbers: dict[str, Any]) -> list[str]:
     wrong = []
     for number, seed in enumerate(numbers["seeds"]):
-        proxy, gold, best = seed["rl"]["proxy"], seed["rl"]["gold"], seed["best_of_n"]
+        proxy, gold = seed["rl"]["proxy"], seed["rl"]["gold"]
         of = f"seed {number}:"
         if not proxy["proxy"][-1] > proxy["proxy"][proxy["peak"]]:
             wrong.append(f"{of} the proxy did not rise on after gold's peak")
@@ -82,17 +90,28 @@ def check(numbers: dict[str, Any]) -> list[str]:
             wrong.append(f"{of} gold went from {start:.2f} over {top:.2f} to {end:.2f}")
         if proxy["alarm"] is None:
             wrong.append(f"{of} no alarm")
-        elif proxy["lost"] is not None and not proxy["alarm"] < proxy["lost"]:
-            wrong.append(f"{of} the alarm at {proxy['alarm']} is not before {proxy['lost']}")
+        elif proxy["fall"] is None or not proxy["alarm"] < proxy["fall"]:
+            wrong.append(f"{of} the alarm at {proxy['alarm']} is not before {proxy['fall']}")
+        elif not proxy["left"] >= LEAST_LEFT:
+            wrong.append(f"{of} the alarm came at {proxy['left']:.0%} of gold's gain")
         if not proxy["disagreement"][-1] < proxy["disagreement"][0]:
             wrong.append(f"{of} the models' disagreement did not fall")
         if gold["alarm"] is not None:
             wrong.append(f"{of} an alarm at {gold['alarm']} on gold itself")
         if not gold["gold"][-1] > top:
             wrong.append(f"{of} gold itself was optimised no further than by the proxy")
-        if not best["fit"]["beta_low"] > 0:
-            wrong.append(f"{of} best-of-n's beta may be {best['fit']['beta_low']:.3f}")
+    if not (low := least_beta([seed["best_of_n"]["fit"] for seed in numbers["seeds"]])) > 0:
+        wrong.append(f"best-of-n's beta may be {low:.3f}")
     return wrong
+
+
+def least_beta(fits: Sequence[dict[str, Any]]) -> float:
+    """The lower end of the 95 % interval of the mean over seeds (Student's); of one, of its fit."""
+    if len(fits) == 1:
+        return fits[0]["beta_low"]
+    betas = [fit["beta"] for fit in fits]
+    reach = float(student.ppf(0.975, len(betas) - 1)) * np.std(betas, ddof=1)
+    return float(np.mean(betas) - reach / math.sqrt(len(betas)))
 
 
 def plot(numbers: dict[str, Any]) -> Figure:
@@ -145,15 +164,25 @@ def one_seed(seed: int, size: Size) -> dict[str, Any]:
 
 
 def gold_scorer(world: World, learnt: bool) -> Scorer:
-    """learnt: as if three models agreed on gold, which the detector then watches."""
+    """learnt: as if it were the mean of three models, which the detector then watches."""
 
     def score(prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Verdict]:
         golds = [world.gold(c.token_ids) for c in completions]
         if not learnt:
             return [Verdict(gold) for gold in golds]
-        return [Verdict(gold, disagreement=0.0, members=(gold,) * 3) for gold in golds]
+        members = [gold + errors(c.token_ids) for gold, c in zip(golds, completions, strict=True)]
+        return [
+            Verdict(gold, disagreement=float(scores.std(ddof=1)), members=tuple(scores.tolist()))
+            for gold, scores in zip(golds, members, strict=True)
+        ]
 
     return Scorer(score, is_model=learnt)
+
+
+def errors(ids: Sequence[int], num_models: int = 3) -> np.ndarray:
+    """Of models about an answer, always the same: normal, of ERROR_SD, and 0 together."""
+    drawn = np.random.default_rng(list(ids)).normal(0, ERROR_SD, num_models)
+    return (drawn - drawn.mean()) * math.sqrt(num_models / (num_models - 1))
 
 
 def best_of_curves(world: World, models: Sequence[str], size: Size) -> dict[str, Any]:
@@ -175,7 +204,8 @@ def best_of_curves(world: World, models: Sequence[str], size: Size) -> dict[str,
 def reinforced(world: World, folder: Path, models: Sequence[str], size: Size) -> dict[str, Any]:
     """GRPO on the mean of the models, or (without any) on gold. Curves are means of SMOOTH
     rollouts; peak: the place of the highest gold among them. alarm, fall (by 5 % of what it had
-    gained, for good), lost (all that it had gained): rollouts."""
+    gained, for good), lost (all that it had gained): rollouts. left: gold's gain by the alarm as a
+    share of its gain by the peak. readings: what the detector saw."""
     source = f"model:{','.join(models)}" if models else "python:gold.py:gold"
     term = RewardTerm(name="proxy", source=source)
     run = world.run(
@@ -207,18 +237,35 @@ def reinforced(world: World, folder: Path, models: Sequence[str], size: Size) ->
     gold = smoothed([line["reward/gold/mean"] for line in lines])
     peak, fall = int(np.argmax(gold)), first_fall(gold, FALL)
     kls = smoothed([line["kl/reference"] for line in lines])
+    # The alarm knows rollouts 1 to this one, and so does the mean that has fallen.
+    alarm = alarms[0]["step"] if alarms else None
+    left = (gold[max(alarm - SMOOTH, 0)] - gold[0]) / (gold[peak] - gold[0]) if alarm else None
     return {
         "proxy": smoothed([line["reward/proxy/mean"] for line in lines]),
         "gold": gold,
         "d": [math.sqrt(max(kl, 0.0)) for kl in kls],
         "disagreement": smoothed([line["reward/disagreement"] for line in lines]),
         "peak": peak,
-        # The alarm knows rollouts up to this one, and so does the mean that has fallen.
-        "alarm": alarms[0]["step"] + 1 if alarms else None,
+        "alarm": alarm,
+        "left": left,
         "signs": sorted(alarms[0]["signs"]) if alarms else [],
         "fall": None if fall is None else fall + SMOOTH,
         "lost": next((i + SMOOTH for i, g in enumerate(gold) if i > peak and g <= gold[0]), None),
+        "readings": [reading(line)._asdict() for line in lines],
     }
+
+
+def reading(line: dict[str, Any]) -> Reading:
+    """Of a line of metrics.jsonl."""
+    return Reading(
+        line["reward/proxy/mean"],
+        line["rollout/length"],
+        line["rollout/repetition"],
+        line["kl/reference"],
+        line["reward/disagreement"],
+        line.get("reward/agreement"),
+        line["reward/spread"],
+    )
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

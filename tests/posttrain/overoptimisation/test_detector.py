@@ -1,10 +1,13 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stepwell.eval.grade import Prompt, Verdict
+from stepwell.labs.reward import SMOOTH
+from stepwell.posttrain.overoptimisation.curves import first_fall
 from stepwell.posttrain.overoptimisation.detector import (
     Reading,
     Shift,
@@ -14,6 +17,7 @@ from stepwell.posttrain.overoptimisation.detector import (
     read,
     repeated_share,
     shift,
+    spread,
 )
 from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.types import Completion
@@ -23,9 +27,9 @@ def readings(num: int, seed: int = 0, single: bool = False, **slopes: float) -> 
     """Noisy rollouts whose numbers rise by `slopes` in each. single: of one model."""
     rng = np.random.default_rng(seed)
     start = {"reward": 1.0, "length": 20.0, "repetition": 0.05, "kl": 0.0}
-    start |= {"disagreement": 0.3, "agreement": 0.8}
+    start |= {"disagreement": 0.3, "agreement": 0.8, "spread": 1.0}
     noise = {"reward": 0.05, "length": 1.0, "repetition": 0.01, "kl": 0.1}
-    noise |= {"disagreement": 0.02, "agreement": 0.05}
+    noise |= {"disagreement": 0.02, "agreement": 0.05, "spread": 0.05}
     if single:
         del start["disagreement"], start["agreement"]
     return [
@@ -48,6 +52,7 @@ def test_silent_while_only_the_reward_rises():
         assert alarm_at(readings(40, seed, reward=0.1)) is None
     assert alarm_at(readings(40, single=True, reward=0.1, kl=1.0)) is None
     assert alarm_at(readings(40, reward=0.1, agreement=0.005)) is None
+    assert alarm_at(readings(40, reward=0.1, spread=-0.02)) is None
     assert alarm_at(readings(40, single=True, reward=0.1, length=1.0)) is None
     assert alarm_at(readings(40, single=True, reward=0.1, repetition=0.02)) is None
 
@@ -75,9 +80,7 @@ def test_models_that_disagree_are_enough():
 )
 def test_two_weak_signs_are_enough_for_one_model(slopes):
     assert alarm_at(readings(40, reward=0.1, **slopes)) is None  # the models agree as before
-    waver = readings(40, reward=0.1, agreement=-0.006, **slopes)
-    assert alarm_at(waver) is not None
-    assert alarm_at(readings(40, reward=0.1, agreement=-0.002, **slopes)) is None
+    assert alarm_at(readings(40, reward=0.1, agreement=-0.008, **slopes)) is None  # nearly
     found = alarm_at(readings(40, single=True, reward=0.1, **slopes))
     assert found is not None
     assert set(found[1].signs) == set(slopes)
@@ -88,13 +91,28 @@ def test_two_weak_signs_are_enough_for_one_model(slopes):
         assert way_out in found[1].text()
 
 
+@pytest.mark.parametrize("slopes", [{"kl": 1.0}, {"length": 1.0}, {"repetition": 0.02}])
+def test_a_spread_used_up_and_a_weak_sign_are_enough_for_several_models(slopes):
+    for single in (False, True):
+        found = alarm_at(readings(40, reward=0.1, single=single, spread=-0.025, **slopes))
+        assert found is not None
+        step, alarm = found
+        assert set(alarm.signs) == {"spread", *slopes}
+        # A third of the first window's mean, 0.95, is passed by that of rollouts 26 to 30.
+        assert 27 <= step <= 32
+        assert "the reward varies by" in alarm.text()
+        part = readings(40, reward=0.1, single=single, spread=-0.015, **slopes)
+        assert alarm_at(part) is None  # two fifths
+
+
 def test_models_that_rank_otherwise_are_enough():
     found = alarm_at(readings(40, reward=0.1, agreement=-0.02))
     assert found is not None
     assert set(found[1].signs) == {"agreement"}
-    assert 11 <= found[0] <= 22
+    # Half of the first window's mean, 0.38, is passed by that of rollouts 20 to 24.
+    assert 21 <= found[0] <= 25
     assert "correlate" in found[1].text()
-    assert alarm_at(readings(40, reward=0.1, agreement=-0.004)) is None
+    assert alarm_at(readings(40, reward=0.1, agreement=-0.008)) is None
 
 
 def test_no_alarm_where_the_reward_does_not_rise():
@@ -110,7 +128,9 @@ def test_no_alarm_where_the_reward_does_not_rise():
         ("length", 30.0, 20.1, 20.0),
         ("repetition", 0.1, 0.199, 0.2001),
         ("kl", 1.0, 5.9, 6.0),
-        ("agreement", 0.9, 0.66, 0.64),
+        ("agreement", 0.9, 0.451, 0.449),
+        ("agreement", 0.0, 0.01, -0.01),
+        ("spread", 0.9, 0.301, 0.299),
     ],
 )
 def test_both_sides_of_a_limit(name, before, below, above):
@@ -181,7 +201,10 @@ def test_a_rollout_is_read():
     rollouts = Rollouts((Group(Prompt("", (1,)), completions, verdicts),))
     found = read(rollouts, kl=3.0)
     assert found is not None
-    assert found == pytest.approx((*Reading(1.5, 4.0, 0.25, 3.0, 0.3)[:5], None))
+    assert found._replace(agreement=0.0) == pytest.approx(
+        Reading(1.5, 4.0, 0.25, 3.0, 0.3, 0.0, math.sqrt(0.5))
+    )
+    assert found.agreement is None
     unknown = Rollouts((Group(Prompt("", (1,)), completions[2:], verdicts[2:]),))
     assert read(unknown) is None
     assert repeated_share([]) == repeated_share([1, 2]) == 0
@@ -194,14 +217,83 @@ def test_a_rollout_is_read():
     assert shares[0] == pytest.approx(shares[1], abs=0.05)
 
 
-def test_agreement_knows_no_units():
+def test_agreement_is_spearmans_and_knows_no_units():
+    from scipy.stats import spearmanr
+
     rng = np.random.default_rng(1)
     x, y = rng.normal(size=(2, 50))
-    one = np.stack([x, 5 * x - 3, 0.1 * x], axis=1)
-    assert agreement(one.tolist()) == pytest.approx(1)
-    assert abs(agreement(np.stack([x, y], axis=1).tolist()) or 1) < 0.3
-    assert agreement(np.stack([x, -x], axis=1).tolist()) == pytest.approx(-1)
-    assert agreement([(1.0,), (2.0,), (3.0,)]) is None
-    assert agreement([(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]) is None
-    assert agreement([(1.0, 2.0), (2.0, 3.0)]) is None
-    assert agreement([(1.0, 2.0), (1.0,), ()]) is None
+    one = np.stack([x, 5 * x - 3, np.exp(x)], axis=1)
+    assert agreement([one.tolist()]) == pytest.approx(1)
+    assert agreement([np.stack([x, -x], axis=1).tolist()]) == pytest.approx(-1)
+    ties = np.round(np.stack([x, x + y, y], axis=1))
+    rho = np.asarray(spearmanr(ties)[0])
+    expected = (rho[0, 1] + rho[0, 2] + rho[1, 2]) / 3
+    assert agreement([ties.tolist()]) == pytest.approx(expected)
+    outlier = np.stack([x, y], axis=1)
+    outlier[0] = 1e6
+    assert np.corrcoef(outlier.T)[0, 1] > 0.99
+    assert abs(agreement([outlier.tolist()]) or 1) < 0.3
+
+
+def test_agreement_is_about_a_prompts_answers():
+    """Models that agree on which prompts are easy, and on no answer."""
+    rng = np.random.default_rng(2)
+    easy_G = rng.normal(0, 10, 40)
+    groups_GDK = easy_G[:, None, None] + rng.normal(size=(40, 8, 2))
+    assert (agreement([groups_GDK.reshape(-1, 2).tolist()]) or 0) > 0.9
+    assert abs(agreement(groups_GDK.tolist()) or 1) < 0.15
+    # One answer a prompt: nothing but all answers can be ranked.
+    assert (agreement([[first] for first in groups_GDK[:, 0].tolist()]) or 0) > 0.9
+    # A prompt with one answer says nothing beside others.
+    assert agreement([*groups_GDK.tolist(), [(1e9, -1e9)]]) == agreement(groups_GDK.tolist())
+
+
+def test_spread_is_within_prompts():
+    rng = np.random.default_rng(4)
+    rewards_GD = rng.normal(0, 10, (6, 1)) + rng.normal(0, 2, (6, 5))
+    expected = math.sqrt(rewards_GD.var(axis=1, ddof=1).mean())
+    assert spread(rewards_GD.tolist()) == pytest.approx(expected)
+    assert spread([*rewards_GD.tolist(), [1e9], []]) == pytest.approx(expected)
+    ones = rewards_GD[:, :1].tolist()  # one answer a prompt
+    assert spread(ones) == pytest.approx(float(np.std(ones, ddof=1)))
+    assert spread([[1.0, 3.0], [5.0, 5.0, 5.0]]) == pytest.approx(math.sqrt(2 / 3))
+    assert spread([[1.0]]) is spread([]) is spread([[], []]) is None
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [],
+        [[(1.0,), (2.0,), (3.0,)]],
+        [[(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]],
+        [[(1.0, 2.0), (2.0, 3.0)]],
+        [[(1.0, 2.0), (1.0,), ()]],
+        [[()], [()], [()]],
+    ],
+)
+def test_no_agreement_where_there_is_none_to_speak_of(groups):
+    assert agreement(groups) is None
+
+
+@pytest.mark.parametrize("window", [4, 5, 10])
+def test_on_two_real_runs(window):
+    """`one_seed(301, FULL)["rl"]` of lab `reward`, rounded: an alarm before gold's fall where the
+    proxy is optimised, and none where gold is. The models agree until gold has fallen."""
+    runs = json.loads(Path(__file__).with_name("traces.json").read_text("utf-8"))
+    proxy, gold = ([Reading(*values) for values in runs[k]["readings"]] for k in ("proxy", "gold"))
+    assert len(proxy) == len(gold) == 60
+    found = alarm_at(proxy, window)
+    assert found is not None
+    step, alarm = found
+    assert {"agreement", "spread"} & alarm.signs.keys()
+    # Means of the last SMOOTH rollouts.
+    curve = runs["proxy"]["gold"]
+    fall = first_fall(curve)
+    assert fall is not None
+    assert step < fall + SMOOTH - 1
+    assert curve[step + 1 - SMOOTH] - curve[0] > 0.75 * (max(curve) - curve[0])
+    assert alarm_at(gold, window) is None
+    assert first_fall(runs["gold"]["gold"]) is None
+    # Not for want of anything to see: of one model it would have been an alarm.
+    single = [reading._replace(disagreement=None, agreement=None) for reading in gold]
+    assert alarm_at(single, window) is not None

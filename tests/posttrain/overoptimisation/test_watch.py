@@ -66,6 +66,8 @@ def train(kind: str, folder: str, slope: float | Growing | None = 1.0, /, **more
     values = settings("grpo", folder, **{"method.overopt_window": WINDOW, "train.steps": 9})
     values |= {"method.kind": kind, "data.seq_len": 48, "method.self_test": False}
     values |= {"precision.compute": "fp32", **more}
+    if values.get("method.overopt") == "ignore":
+        del values["method.overopt_window"]  # which would be refused
     run = Run.parse({}, values)
     tokenizer = Tokenizer.load("tokenizer")
     prompts, _ = load_prompts("problems.jsonl", tokenizer)
@@ -91,6 +93,10 @@ def test_an_alarm_is_logged_once_and_measured(world):
     assert lines[5]["overopt/disagreement"] == pytest.approx((1 + 6) / (1 + 3), abs=0.01)
     assert lines[0]["reward/disagreement"] == pytest.approx(3, abs=1)
     assert all(0 <= line["rollout/repetition"] <= 1 for line in lines)
+    # 0.1 for each kind of token in an answer, and at most 6 of them.
+    spreads = [line["reward/spread"] for line in lines]
+    assert 0 <= min(spreads) < max(spreads) < 0.6
+    assert "reward/agreement" not in lines[0]  # members' scores are not told
 
 
 def test_no_alarm_where_models_agree_or_none_is_asked_or_learnt(world):

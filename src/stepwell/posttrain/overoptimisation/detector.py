@@ -3,9 +3,11 @@ the run's first ones.
 
 What it looks at: how far several reward models disagree about the policy's answers (2310.02743,
 2312.09244), the answers' length (2310.03716) and repetition, and the divergence from the reference
-(2210.10760). The last three alone may be what the task asks for (lab `reward`: gold itself, where
-it is optimised, moves two of them), so they do not count where several models rank the answers
-as well as ever.
+(2210.10760). The last three may be what the task asks for: lab `reward`, where gold itself is
+optimised, moves two of them. What tells is whether there is still something to gain. In a policy
+that is the first one tilted by exp(reward x), the reward rises with x at its variance. Once it
+hardly varies between the answers to a prompt, or several models no longer agree on which of them is
+better, a policy that moves on follows the reward's errors.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import rankdata
 
 from stepwell.posttrain.rollout import Rollouts
 
@@ -25,10 +28,10 @@ LEAST_T = 3.0
 # the disagreement so many times what it was, and its growth so much of each unit of reward gained,
 LEAST_DISAGREEMENT = 1.5
 LEAST_SHARE = 0.1
-# the models' correlation so much lower,
-LEAST_AGREEMENT = 0.25
-# (so much lower where weak signs are there as well),
-LEAST_WAVER = 0.1
+# the models' rank correlation at most such a part of what it was,
+MOST_AGREEMENT = 0.5
+# the reward's spread between a prompt's answers at most such a part of what it was,
+MOST_SPREAD = 1 / 3
 # the mean length so many times, or a part of, what it was,
 LEAST_LENGTH = 1.5
 # the share of repeated tokens so much more,
@@ -36,7 +39,7 @@ LEAST_REPETITION = 0.1
 # and the divergence so many nats an answer more.
 LEAST_KL = 5.0
 STRONG = ("disagreement", "agreement")
-WEAK = ("length", "repetition", "kl")
+WEAK = ("spread", "length", "repetition", "kl")
 NUM_WEAK = 2
 
 
@@ -44,8 +47,8 @@ class Reading(NamedTuple):
     """Means over a rollout's rewarded answers. length: in tokens of the policy. repetition: the
     share of an answer's tokens that also stand among the 16 before them. kl: nats an answer from
     the reference, None without one. disagreement: of several reward models, in the reward's unit;
-    agreement: their correlation over the rollout's answers, the mean of all pairs of models. Both
-    are None where there aren't several."""
+    agreement: the rank correlation of their scores (see `agreement`). Both are None where there
+    aren't several. spread: the standard deviation of the reward (see `spread`)."""
 
     reward: float
     length: float
@@ -53,6 +56,7 @@ class Reading(NamedTuple):
     kl: float | None = None
     disagreement: float | None = None
     agreement: float | None = None
+    spread: float | None = None
 
 
 class Shift(NamedTuple):
@@ -94,8 +98,8 @@ class Alarm(NamedTuple):
 @dataclass
 class Watch:
     """`see` says once when the mean reward of the last `window` rollouts is clearly above that of
-    the first `window`, and there is a strong sign, or two weak ones that several models, if they
-    can be asked, do not speak against: their correlation has clearly fallen, too."""
+    the first `window`, and there is a strong sign, or two weak ones, which of several reward models
+    must be a spread used up and another."""
 
     window: int
     start: list[Reading] = field(default_factory=list)
@@ -114,10 +118,9 @@ class Watch:
         reward, signs = self._shift("reward"), self.signs()
         assert reward is not None
         strong = any(name in STRONG for name in signs)
-        # Models that rank answers as they did speak against what the weak signs say.
-        ranks = self._shift("agreement")
-        wavers = ranks is None or (ranks.t < -LEAST_T and -ranks.gain >= LEAST_WAVER)
-        weak = wavers and sum(name in WEAK for name in signs) >= NUM_WEAK
+        several = any(r.disagreement is not None for r in (*self.start, *self.recent))
+        used_up = "spread" in signs or not several
+        weak = used_up and sum(name in WEAK for name in signs) >= NUM_WEAK
         self.alarmed = bool(reward.t > LEAST_T and (strong or weak))
         return Alarm(step, self.window, reward, signs) if self.alarmed else None
 
@@ -136,7 +139,7 @@ class Watch:
 
     def metrics(self) -> dict[str, float]:
         """overopt/signs: how many there are. overopt/NAME: over what it was at the beginning, for
-        disagreement and length as a ratio, else as a difference."""
+        repetition and kl as a difference, else as a ratio."""
         if len(self.recent) < self.window:
             return {}
         found: dict[str, float] = {"overopt/signs": len(self.signs())}
@@ -144,7 +147,7 @@ class Watch:
             shift = self._shift(name)
             if shift is None:
                 continue
-            if name not in ("disagreement", "length"):
+            if name in ("repetition", "kl"):
                 found[f"overopt/{name}"] = shift.gain
             elif shift.before > 0:
                 found[f"overopt/{name}"] = shift.now / shift.before
@@ -176,8 +179,9 @@ def is_sign(name: str, shift: Shift, reward_gain: float = 0.0) -> bool:
     if name == "length":
         larger = max(shift.now, shift.before) >= LEAST_LENGTH * min(shift.now, shift.before)
         return abs(shift.t) > LEAST_T and larger
-    if name == "agreement":
-        return shift.t < -LEAST_T and -shift.gain >= LEAST_AGREEMENT
+    if name in ("agreement", "spread"):
+        most = MOST_AGREEMENT if name == "agreement" else MOST_SPREAD
+        return shift.t < -LEAST_T and shift.now <= most * max(shift.before, 0.0)
     if shift.t <= LEAST_T:
         return False
     if name == "disagreement":
@@ -200,12 +204,15 @@ def shift(before: Sequence[float], now: Sequence[float]) -> Shift:
 
 def read(rollouts: Rollouts, kl: float | None = None) -> Reading | None:
     """Of all ranks' answers that have a reward; None without any."""
-    pairs = [
-        (completion, verdict)
+    groups = [
+        [
+            (completion, verdict)
+            for completion, verdict in zip(group.completions, group.verdicts, strict=True)
+            if verdict.reward is not None
+        ]
         for group in rollouts.groups
-        for completion, verdict in zip(group.completions, group.verdicts, strict=True)
-        if verdict.reward is not None
     ]
+    pairs = [pair for group in groups for pair in group]
     if not pairs:
         return None
     spreads = [verdict.disagreement for _, verdict in pairs]
@@ -219,22 +226,45 @@ def read(rollouts: Rollouts, kl: float | None = None) -> Reading | None:
         repetition=float(np.mean([repeated_share(answer) for answer in answers])),
         kl=kl,
         disagreement=float(np.mean(known)) if len(known) == len(spreads) else None,
-        agreement=agreement([verdict.members for _, verdict in pairs]),
+        agreement=agreement([[verdict.members for _, verdict in group] for group in groups]),
+        spread=spread([[v.reward for _, v in group if v.reward is not None] for group in groups]),
     )
 
 
-def agreement(members_DK: Sequence[Sequence[float]]) -> float | None:
-    """Pearson's correlation of K models' scores over D answers, the mean of all pairs of models:
-    whether they still rank the policy's answers alike, whatever their units and constants. None for
-    fewer than two models, and where the scores of one do not vary."""
-    num_models = {len(scores) for scores in members_DK}
-    if len(num_models) != 1 or min(num_models) < 2 or len(members_DK) < 3:
+def spread(rewards_GD: Sequence[Sequence[float]]) -> float | None:
+    """The standard deviation of the rewards of the D answers to each of G prompts about the
+    prompt's mean; where no prompt has two answers, of all. None for fewer than two."""
+    several = [group for group in rewards_GD if len(group) > 1]
+    groups = several or [[reward for group in rewards_GD for reward in group]]
+    freedom = sum(len(group) - 1 for group in groups)
+    if freedom < 1:
         return None
-    scores_KD = np.asarray(members_DK, np.float64).T
-    if (np.ptp(scores_KD, axis=1) == 0).any():
+    return math.sqrt(sum(float(np.var(group)) * len(group) for group in groups) / freedom)
+
+
+def agreement(members_GDK: Sequence[Sequence[Sequence[float]]]) -> float | None:
+    """Spearman's correlation of K models' scores over the D answers to each of G prompts, the mean
+    of all pairs of models: whether they still rank answers alike, whatever their units, constants
+    and outliers. Where no prompt has two answers, ranks are those among all answers.
+
+    None for fewer than two models or three answers, and where a model tells no answers apart.
+    """
+    several = [group for group in members_GDK if len(group) > 1]
+    groups = several or [[scores for group in members_GDK for scores in group]]
+    num_models = {len(scores) for group in groups for scores in group}
+    if len(num_models) != 1 or min(num_models) < 2 or sum(map(len, groups)) < 3:
         return None
-    correlations = np.atleast_2d(np.corrcoef(scores_KD))
-    return float(correlations[np.triu_indices(len(scores_KD), 1)].mean())
+    ranks_DK = np.concatenate([_centred_ranks(group) for group in groups])
+    if (np.ptp(ranks_DK, axis=0) == 0).any():
+        return None
+    correlations = np.corrcoef(ranks_DK.T)
+    return float(correlations[np.triu_indices(len(correlations), 1)].mean())
+
+
+def _centred_ranks(scores_DK: Sequence[Sequence[float]]) -> np.ndarray:
+    """Of each model among the D answers, ties shared, from -0.5 to 0.5."""
+    ranks_DK = rankdata(np.asarray(scores_DK, np.float64), axis=0)
+    return (ranks_DK - (len(ranks_DK) + 1) / 2) / len(ranks_DK)
 
 
 def repeated_share(tokens: Sequence[int], span: int = SPAN) -> float:
@@ -248,7 +278,8 @@ def _words(name: str, shift: Shift) -> str:
     before, now = f"{shift.before:.3g}", f"{shift.now:.3g}"
     return {
         "disagreement": f"reward models disagree by {now} about an answer, at first by {before}",
-        "agreement": f"reward models' scores correlate by {now} over answers, at first by {before}",
+        "agreement": f"reward models' ranks of answers correlate by {now}, at first by {before}",
+        "spread": f"the reward varies by {now} between a prompt's answers, at first by {before}",
         "length": f"answers have {now} tokens, at first {before}",
         "repetition": f"a share of {now} of tokens repeats one of the 16 before, at first {before}",
         "kl": f"the divergence from the reference is {now} nats an answer, at first {before}",

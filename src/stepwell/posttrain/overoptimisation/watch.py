@@ -55,6 +55,10 @@ class Overopt:
         self.alarm = self.watch.see(self.session.engine.step, reading)
         if reading.disagreement is not None:
             found["reward/disagreement"] = reading.disagreement
+        if reading.agreement is not None:
+            found["reward/agreement"] = reading.agreement
+        if reading.spread is not None:
+            found["reward/spread"] = reading.spread
         return {**found, "rollout/repetition": reading.repetition, **self.watch.metrics()}
 
     def next_coef(self, coef: float) -> float:
