@@ -22,7 +22,7 @@ from stepwell.train.losses import (
     select,
     token_count,
 )
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.train.weights import initial_weights, resolve
 from stepwell.types import CheckpointError, ConfigError, TrainingError
 from tests.layouts import MODEL

@@ -9,7 +9,7 @@ import pytest
 
 from stepwell.train.folder import is_finished
 from stepwell.train.lock import LOCK, folder_lock
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.types import CheckpointError, ConfigError
 from tests.train.test_session import checkpoints, run_to, session_run
 

@@ -16,7 +16,7 @@ from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import count_parameters
 from stepwell.train.folder import differing_keys, flat_keys
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.train.step_flops import step_flops
 from stepwell.types import ConfigError, Interrupted
 from tests.oracle import LENGTH, base_run, global_batch

@@ -27,7 +27,8 @@ from stepwell.train.guard_events import settings_at
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.probe import LayerRow, layer_table, probe_step
-from stepwell.train.session import MACHINE, OWN, join, machine
+from stepwell.train.session import MACHINE, OWN, machine
+from stepwell.train.start import join
 from stepwell.train.streams import (
     Stream,
     batch_number,

@@ -27,7 +27,8 @@ from stepwell.train.checkpoint import load_weights, of_run_or_itself
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, masked_sum
 from stepwell.train.pretrain import open_stores
-from stepwell.train.session import Session, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import open_session
 from stepwell.train.streams import Stream
 from stepwell.types import ConfigError
 

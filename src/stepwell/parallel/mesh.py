@@ -8,10 +8,10 @@ laid out on the sparse view (pp, edp, ep) of the same ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from stepwell.launch.environ import rank_timeout_s
 from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
 from stepwell.sections.layout import LayoutConfig
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, StepwellError
+
+Result = TypeVar("Result")
 
 ALONE = AxisSizes()
 AXES = ("pp", "dp_replicate", "fsdp", "tp")
@@ -254,3 +256,17 @@ def all_gather_objects(value: Any, mesh: Mesh, background: bool = False) -> list
     values: list[Any] = [None] * mesh.world
     dist.all_gather_object(values, value, group=mesh.background_group if background else None)
     return values
+
+
+def on_main(work: Callable[[], Result], mesh: Mesh) -> Result:
+    """What rank 0 finds, on every rank; its StepwellError is raised on every rank."""
+    result, error = None, None
+    if mesh.is_main:
+        try:
+            result = work()
+        except StepwellError as failure:
+            error = failure
+    result, error = broadcast_object((result, error), mesh)
+    if error is not None:
+        raise error
+    return result

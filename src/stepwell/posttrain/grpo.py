@@ -53,7 +53,8 @@ from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import GRPO
 from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.session import Session, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import open_session
 from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 

@@ -18,7 +18,7 @@ from stepwell.data.chat_formats import chat_rules
 from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
-from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import require_model
 from stepwell.sections.methods import SFT
@@ -27,7 +27,7 @@ from stepwell.train import checkpoint
 from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
-from stepwell.train.session import hold_folder, join, on_main, open_session
+from stepwell.train.start import hold_folder, join, open_session
 from stepwell.train.streams import open_rows
 from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, DataError

@@ -16,7 +16,7 @@ from stepwell.sections.data import SourceConfig
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.train.streams import (
     ascending_warnings,
     branch_states,

@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ from stepwell import hardware
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.loader import State
-from stepwell.launch.stopping import SIGNALS, Requests
-from stepwell.metrics import EVENTS_FILE, METRICS_FILE, SHOWN_ITEMS, RunLog, read_events
+from stepwell.launch.stopping import Requests
+from stepwell.metrics import SHOWN_ITEMS, RunLog, read_events
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.mesh import (
     Mesh,
@@ -27,30 +26,24 @@ from stepwell.parallel.mesh import (
     all_reduce_max,
     all_reduce_sum,
     barrier,
-    broadcast_object,
-    init_distributed,
+    on_main,
 )
 from stepwell.train import checkpoint, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
-from stepwell.train.folder import RECIPE, check_folder
-from stepwell.train.guard import Guard, GuardStop, Verdict
+from stepwell.train.folder import RECIPE
+from stepwell.train.guard import GuardStop, Verdict
 from stepwell.train.guard_events import (
-    FORGOTTEN,
-    drop_undone_rewinds,
     is_overflow,
     kept_for_replay,
     replay_command,
-    stopped_after,
 )
-from stepwell.train.lock import folder_lock
 from stepwell.train.losses import Loss
 from stepwell.train.probe import first_non_finite, non_finite_state
 from stepwell.train.step_flops import recomputed_flops, step_flops
 from stepwell.train.streams import Stream, batch_number
-from stepwell.train.weights import TOKENIZER, base_weights, initial_weights
-from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted, StepwellError
+from stepwell.train.weights import TOKENIZER
+from stepwell.types import Interrupted
 
-Result = TypeVar("Result")
 More = Mapping[str, float] | Callable[[], Mapping[str, float]] | None
 # A run, and the weights that it starts from (None: those of its model.init, or drawn).
 Trained = tuple[Run, Iterable[tuple[str, Tensor]] | None]
@@ -234,7 +227,7 @@ class Session:
                 checkpoint.remove_after(folder, engine.step)
         self.log.close()
         earlier = [e for e in read_events(self.dir) if e["event"] == "rewind"]
-        self.log = _open_log(self.run, engine, self._console, fresh=False)
+        self.log = open_log(self.run, engine, self._console, fresh=False)
         for event in earlier:  # what was learnt stays, also where its steps are done again
             if event["step"] > engine.step:
                 details = {k: v for k, v in event.items() if k not in ("event", "step", "time")}
@@ -408,162 +401,7 @@ class Session:
                 checkpoint.prune(self.dir / name, 1, keep_also=checkpoint.steps_of(self.dir))
 
 
-@contextmanager
-def open_session(
-    run: Run,
-    weights: Iterable[tuple[str, Tensor]] | None = None,
-    console: bool = True,
-    mesh: Mesh | None = None,
-    tokenizer: str | None = None,
-    held: bool = False,
-    others: Mapping[str, Trained] | None = None,
-) -> Iterator[Session]:
-    """Starts the run, or goes on from its last checkpoint. The first of `SIGNALS` lets the
-    step end and saves; a second SIGINT or SIGTERM, a second or more later, stops at once.
-
-    weights: (global name, full tensor) to start from, by default those of `model.init` or drawn
-    from the seed; a run that goes on does not read them.
-    tokenizer: the fingerprint of the one that made the data.
-    held: the caller holds the folder already (`hold_folder`).
-    others: the runs of engines that are trained along, and their first weights; those of a run that
-    goes on are its own.
-
-    Raises ConfigError if the folder holds a different run or another process runs there; a start
-    that fails leaves no run behind.
-    """
-    mesh = mesh or join(run)
-    with nullcontext() if held else hold_folder(run.dir, mesh):
-        latest = on_main(lambda: check_folder(run), mesh)
-        engine, extra, start = _started(run, weights, mesh, latest, tokenizer)
-        told = (
-            {}
-            if latest is None
-            else on_main(lambda: _taken_up(run, engine.guard, engine.step), mesh)
-        )
-        if FORGOTTEN in told:
-            engine.guard.skips_in_a_row = 0
-        log = _open_log(run, engine, console, fresh=start is None)
-        along = {
-            name: _along(name, trained, mesh, start) for name, trained in (others or {}).items()
-        }
-        if mesh.is_main:
-            for name in along:
-                checkpoint.remove_after(Path(run.dir) / name, engine.step)
-        session = Session(run, engine, log, extra, tokenizer, console, along)
-        if run.guard.action == "rewind" and latest is None:
-            session.save(extra or {})  # there is always something to go back to
-            session.wait()
-        first = engine.step
-        if latest is None and start is not None:
-            log.event("branch", engine.step, checkpoint=str(start), **_taken_over(engine.guard))
-        elif extra is not None and not session.finished:
-            log.event("resume", engine.step, checkpoint=str(start), **told)
-
-        def on_signal(number: int, _frame: Any) -> None:
-            session.requests.take(number)
-            if session.requests.at_once:
-                raise KeyboardInterrupt
-
-        before = {n: signal.signal(n, on_signal) for n in SIGNALS}
-        failed = False
-        try:
-            yield session
-            session.wait()
-        except (ConfigError, DataError, CheckpointError):
-            failed = True
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            session.log.close()
-            if failed and mesh.is_main and latest is None and engine.step == first:
-                for name in (RECIPE, METRICS_FILE, EVENTS_FILE):
-                    (session.dir / name).unlink(missing_ok=True)
-                checkpoint.remove_after(session.dir, first - 1)
-
-
-def beside(start: Path, name: str) -> Path:
-    """The checkpoint of the engine `name` that was saved with `start`."""
-    return start.parents[1] / name / start.parent.name / start.name
-
-
-def _along(name: str, trained: Trained, mesh: Mesh, start: Path | None) -> Engine:
-    run, weights = trained
-    if start is not None:
-        engine = Engine(run, base_weights(run, weights), mesh)
-        engine.load(beside(start, name))
-        return engine
-    if weights is None:
-        weights = initial_weights(run.model, run.train.seed)
-    return Engine(run, weights, mesh)
-
-
-def _started(
-    run: Run,
-    weights: Iterable[tuple[str, Tensor]] | None,
-    mesh: Mesh,
-    latest: Path | None,
-    tokenizer: str | None,
-) -> tuple[Engine, dict[str, Any] | None, Path | None]:
-    """The engine, what the loop had saved, and the checkpoint that both came from."""
-    branch = run.checkpoint.branch_from
-    start = latest
-    if start is None and branch is not None:
-        start = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
-    if start is None and weights is None:
-        weights = initial_weights(run.model, run.train.seed)
-    engine = Engine(run, base_weights(run, weights) if start else weights, mesh)
-    if start is None:
-        return engine, None, None
-    extra = engine.load(start, branch=latest is None)
-    if latest is None and (names := non_finite_state(engine)):
-        raise CheckpointError(
-            f"checkpoint.branch_from={branch!r}: in {start} {some_names(names)} hold values that "
-            "are not finite, so every step would be lost; branch from an earlier checkpoint"
-        )
-    for key in (METRICS, MACHINE):
-        extra.pop(key, None)
-    found = extra.pop(METHOD, run.method.kind)
-    if found != run.method.kind:
-        raise ConfigError(
-            f"checkpoint.branch_from={branch!r} is of a {found} run, and a "
-            "branch takes up its place in the data too; to start from its weights alone, set "
-            "model.init to it"
-        )
-    known = extra.pop(TOKENIZER, tokenizer)
-    if None not in (known, tokenizer) and known != tokenizer:
-        raise ConfigError(
-            f"the tokenizer (fingerprint {str(tokenizer)[:12]}) is not the one that the run was "
-            f"trained with up to {start} (fingerprint {str(known)[:12]}); give that one back, or "
-            "choose another dir"
-        )
-    return engine, extra, start
-
-
-def _taken_up(run: Run, guard: Guard, step: int) -> dict[str, Any]:
-    """Makes the events fit the checkpoint that the run goes on from; what a restart after a stop
-    changes, for the resume's event. One rank calls it, before the log is opened."""
-    drop_undone_rewinds(run.dir, guard)
-    if guard.skips_in_a_row and stopped_after(read_events(run.dir), step):
-        return {FORGOTTEN: guard.skips_in_a_row}
-    return {}
-
-
-def _taken_over(guard: Guard) -> dict[str, Any]:
-    """What of the guard a branch begins with, for its event."""
-    return {
-        "guard": "counts, rewinds and the learning rate's factor begin anew",
-        "good_steps": len(guard.good["loss"]),
-        "jumped": guard.jumped,
-    }
-
-
-def some_names(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_ITEMS} more" if len(names) > SHOWN_ITEMS else ""
-    return ", ".join(names[:SHOWN_ITEMS]) + more
-
-
-def _open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:
+def open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:
     """Writes run.toml, and opens the log."""
     if engine.mesh.is_main:
         run.save(Path(run.dir) / RECIPE)
@@ -579,31 +417,14 @@ def _open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:
     )
 
 
-@contextmanager
-def hold_folder(folder: str | Path, mesh: Mesh) -> Iterator[None]:
-    """`folder_lock` by rank 0, for all ranks; all raise its errors."""
-    with ExitStack() as stack:
-        on_main(lambda: stack.enter_context(folder_lock(folder)), mesh)
-        yield
+def beside(start: Path, name: str) -> Path:
+    """The checkpoint of the engine `name` that was saved with `start`."""
+    return start.parents[1] / name / start.parent.name / start.name
 
 
-def on_main(work: Callable[[], Result], mesh: Mesh) -> Result:
-    """What rank 0 finds, on every rank; its StepwellError is raised on every rank."""
-    result, error = None, None
-    if mesh.is_main:
-        try:
-            result = work()
-        except StepwellError as failure:
-            error = failure
-    result, error = broadcast_object((result, error), mesh)
-    if error is not None:
-        raise error
-    return result
-
-
-def join(run: Run) -> Mesh:
-    """Joins the ranks on the device that training uses here."""
-    return init_distributed(run.layout, "cuda" if torch.cuda.is_available() else "cpu")
+def some_names(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_ITEMS} more" if len(names) > SHOWN_ITEMS else ""
+    return ", ".join(names[:SHOWN_ITEMS]) + more
 
 
 def machine(mesh: Mesh) -> dict[str, Any]:

@@ -380,5 +380,6 @@ def test_the_alarm_may_stop_the_run_or_be_ignored(taught):
     (alarm,) = alarms("stopped")
     assert len(read_metrics("stopped")) < 45
     values["train.steps"] = alarm["step"]
+    del values["method.displacement_window"]
     assert len(train("ignored", **values, **{"method.displacement": "ignore"})) == alarm["step"]
     assert alarms("ignored") == []

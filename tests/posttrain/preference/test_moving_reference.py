@@ -3,7 +3,7 @@ import torch
 
 from stepwell.posttrain.preference.moving_reference import MovingReference
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.types import CheckpointError
 from tests.oracle import base_run, global_batch
 

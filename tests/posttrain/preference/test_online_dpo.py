@@ -18,7 +18,7 @@ from stepwell.metrics import read_events, read_lines
 from stepwell.posttrain.preference.displacement import Monitor
 from stepwell.posttrain.preference.online_dpo import watch
 from stepwell.train.engine import Stats
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.types import ConfigError, TrainingError
 from tests import runs
 from tests.parallel.ranks import run_ranks

@@ -23,7 +23,8 @@ from stepwell.posttrain.verifiers.exact import regex
 from stepwell.sections.methods import GRPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import Session, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import open_session
 from stepwell.types import Interrupted
 from tests import runs
 from tests.runs import assert_equal

@@ -28,7 +28,7 @@ from stepwell.posttrain.verifiers.exact import regex
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.checkpoint import latest, load_weights
 from stepwell.train.losses import cross_entropy
-from stepwell.train.session import open_session
+from stepwell.train.start import open_session
 from stepwell.types import ConfigError
 from tests import runs
 from tests.models.test_decode import config, random_decoder

@@ -56,7 +56,8 @@ from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import PPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
-from stepwell.train.session import Session, join, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import join, open_session
 from stepwell.train.weights import check_tokenizer, with_head
 from stepwell.types import ConfigError
 

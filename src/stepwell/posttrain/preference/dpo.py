@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.loader import rank_rows
-from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.preference.displacement import (
@@ -36,7 +36,8 @@ from stepwell.posttrain.preference.scored_references import (
 from stepwell.sections.methods import DPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
-from stepwell.train.session import Session, hold_folder, join, on_main, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import hold_folder, join, open_session
 from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 

@@ -50,7 +50,8 @@ from stepwell.posttrain.sampling.gauge import Agreement, Gauge
 from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import OnlineDPO
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.session import Session, join, open_session
+from stepwell.train.session import Session
+from stepwell.train.start import join, open_session
 from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 

@@ -26,10 +26,9 @@ from stepwell.data.packing import pack_rows, shortest
 from stepwell.data.preference import Rendering
 from stepwell.files import whole_file
 from stepwell.parallel.fsdp import DTYPES
-from stepwell.parallel.mesh import Mesh, all_gather_objects
+from stepwell.parallel.mesh import Mesh, all_gather_objects, on_main
 from stepwell.train.engine import Engine
 from stepwell.train.losses import document_index, document_sums
-from stepwell.train.session import on_main
 from stepwell.train.weights import initial_weights
 from stepwell.types import CheckpointError, ConfigError
 

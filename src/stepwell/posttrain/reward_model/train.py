@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.sft_data import Drops
-from stepwell.parallel.mesh import Mesh
+from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.reward_model.heldout import evaluate
@@ -18,7 +18,7 @@ from stepwell.posttrain.reward_model.losses import reward_loss
 from stepwell.posttrain.reward_model.rows import Rows, load_rows, pack, rows_of_step, rows_origin
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.session import hold_folder, join, on_main, open_session
+from stepwell.train.start import hold_folder, join, open_session
 from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 

@@ -9,10 +9,11 @@ from tempfile import TemporaryDirectory
 from stepwell.generate import Snapshot
 from stepwell.models.hf import save_hf
 from stepwell.parallel.fsdp import DTYPES
+from stepwell.parallel.mesh import on_main
 from stepwell.posttrain.sampling.server import ServerSampler, check_staleness
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.session import Session, on_main
+from stepwell.train.session import Session
 from stepwell.train.weights import with_head
 
 
