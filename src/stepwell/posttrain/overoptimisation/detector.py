@@ -88,10 +88,10 @@ class Alarm(NamedTuple):
             + "; ".join(_words(name, shift) for name, shift in self.signs.items())
             + ". Next: read the last answers of samples.jsonl; keep the policy nearer "
             "(method.kl_budget, a larger method.kl_coef, fewer steps, or --method.overopt stop); "
-            "take the worst of several reward models (source model:A,B with aggregate = 'min'); "
-            "bound the score by the term's low and high; add a dimension for what is gamed "
-            "(repetition:3, overlong:LIMIT:CACHE); or label the latest answers and train the "
-            "reward model anew"
+            "take the worst of several reward models, if they err apart (source model:A,B with "
+            "aggregate = 'min'); bound the score by the term's low and high; add a dimension for "
+            "what is gamed (repetition:3, overlong:LIMIT:CACHE); or label the latest answers and "
+            "train the reward model anew"
         )
 
 
