@@ -252,7 +252,8 @@ def test_adapters_off_are_the_reference_and_dropout_leaves_the_ratio_at_one(worl
         found[place] = trained(world, f"lora-{place}", **lora, **{"method.reference": place})
         for first in found[place][::2]:
             assert first["train/kl_old"] == first["train/clipped_share"] == 0
-        assert found[place][1]["train/kl_old"] > 0
+        # A rollout of dead groups moves nothing.
+        assert any(second["train/kl_old"] > 0 for second in found[place][1::2])
     for one, other in zip(*found.values(), strict=True):
         assert one["train/kl"] == pytest.approx(other["train/kl"], rel=1e-4, abs=1e-7)
 

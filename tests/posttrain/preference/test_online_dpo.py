@@ -194,7 +194,8 @@ def test_ties_end_a_run_that_learns_nothing(world, capsys):
 def test_displacement_is_seen(world, wanted):
     """Chosen answers that fall while the margin grows."""
     values = settings("grpo", f"falls-{wanted}", **{"method.kind": "online-dpo"})
-    keys = {"method.displacement": wanted, "method.displacement_window": 4}
+    window = {} if wanted == "ignore" else {"method.displacement_window": 4}
+    keys = {"method.displacement": wanted, **window}
     run, monitor = Run.parse({}, {**values, **keys, "method.self_test": False}), Monitor(4)
     with open_session(run, console=False) as session:
         for step in range(12):
