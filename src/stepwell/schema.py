@@ -10,7 +10,7 @@ import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -38,10 +38,6 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    if TYPE_CHECKING:  # pydantic gives frozen models one
-
-        def __hash__(self) -> int: ...
-
 
 def check_idle(section: Section, table: str, keys: Iterable[str], where: str) -> None:
     """Raises ValueError for a key of `table` that is set although it changes nothing `where`."""
@@ -51,17 +47,16 @@ def check_idle(section: Section, table: str, keys: Iterable[str], where: str) ->
             raise ValueError(f"{table}.{key}={value!r} changes nothing {where}; leave it out")
 
 
-def read_toml(path: str | Path, what: str = "recipe") -> dict[str, Any]:
-    """what: the kind of file, for errors. Raises ConfigError for a file that can't be read, or is
-    no TOML."""
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Raises ConfigError for a file that can't be read, or is no TOML."""
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the {what} {path} is not UTF-8: {error}") from error
+        raise ConfigError(f"the recipe {path} is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the {what} {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

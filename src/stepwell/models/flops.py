@@ -26,7 +26,7 @@ TERMS = "N: matrix parameters without the input embedding, with the head; d = he
 
 def parameter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global name -> shape of every parameter, in the model's order; a tied head is absent."""
-    return dict(_parameter_shapes(cfg))
+    return dict(_parameter_shapes(cfg))  # pyright: ignore[reportArgumentType] (frozen: hashable)
 
 
 @lru_cache(maxsize=16)

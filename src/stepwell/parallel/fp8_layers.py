@@ -40,7 +40,7 @@ _ROWS_COLUMNS = {
 
 def block_linears(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Global name (without `.weight`) -> (out, in) of every matrix in the blocks."""
-    return dict(_block_linears(model))
+    return dict(_block_linears(model))  # pyright: ignore[reportArgumentType] (frozen: hashable)
 
 
 @lru_cache(maxsize=16)
