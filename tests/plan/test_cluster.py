@@ -36,9 +36,25 @@ def test_a_cluster_of_ones_own(tmp_path):
     assert usual.host_memory_bytes is None
 
 
+def test_a_machine_of_another_size_has_links_among_all_of_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    for gpu, size, domain in (("h100-sxm", 4, 4), ("h100-nvl", 4, 2), ("h100-nvl", 1, 1),
+                              ("gb200", 8, 72)):  # fmt: skip
+        path.write_text(f'gpu = "{gpu}"\ngpus_per_node = {size}\n')
+        assert read_cluster(path).scaleup_gpus == domain
+    for domain in (1, 2, 4, 8, 16):
+        path.write_text(f'gpu = "h100-sxm"\nscaleup_gpus = {domain}\n')
+        assert read_cluster(path).scaleup_gpus == domain
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        (
+            "scaleup_gpus = 3",
+            "scaleup_gpus=3 must divide gpus_per_node=8.*nearest legal value is 2",
+        ),
+        ("scaleup_gpus = 12", "nearest legal value is 8"),
         ("network_gbit_per_s = 0", "network_gbit_per_s"),
         ("netwrk_gbit_per_s = 100", "network_gbit_per_s"),
         ("gpus_per_node = 0", "gpus_per_node"),
@@ -49,3 +65,5 @@ def test_a_wrong_cluster_is_refused(tmp_path, line, said):
     path.write_text(f'gpu = "h100-sxm"\n{line}\n')
     with pytest.raises(ConfigError, match=said):
         read_cluster(path)
+    with pytest.raises(ConfigError, match=r"cannot read the cluster file .*none.toml"):
+        read_cluster(tmp_path / "none.toml")

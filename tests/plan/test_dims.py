@@ -102,7 +102,27 @@ def test_dimensions_override():
     dims = find_model("llama3-8b", experts).dims
     assert dims.parameters() == pytest.approx(8 * 5.64e9 + 2.39e9, rel=0.02)
     assert find_model("mixtral-8x7b", {"model.num_layers": "16"}).dims.num_layers == 16
-    assert find_model(None, {"model.num_layers": "3"}).dims.num_layers == 3
+
+
+def test_dimensions_alone_have_llamas_proportions():
+    """Not quickstart's: 32 layers of 4,096 are Llama 7B's, but for the vocabulary."""
+    subject = find_model(None, {"model.num_layers": "32", "model.d_model": "4096"})
+    dims = subject.dims
+    assert (dims.num_heads, dims.num_kv_heads, dims.head_dim, dims.d_ff) == (32, 32, 128, 11008)
+    assert (dims.vocab_size, dims.tied) == (128256, False)
+    assert dims.parameters() == pytest.approx(6.738e9 + 2 * (128256 - 32000) * 4096, rel=1e-3)
+    told = "\n".join(subject.assumed)
+    for key in ("num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "tied"):
+        assert f"--model.{key})" in told
+    given = {"model.num_layers": "2", "model.d_model": "320", "model.num_heads": "5",
+             "model.num_kv_heads": "1", "model.d_ff": "999", "model.vocab_size": "500"}  # fmt: skip
+    subject = find_model(None, given)
+    assert (subject.dims.head_dim, subject.dims.d_ff, subject.dims.vocab_size) == (64, 999, 500)
+    assert len(subject.assumed) == 2
+    small = find_model(None, {"model.num_layers": "2", "model.d_model": "96"}).dims
+    assert (small.num_heads, small.head_dim) == (3, 32)
+    experts = {**given, "model.num_experts": "4"}
+    assert find_model(None, experts).assumed == subject.assumed
 
 
 @pytest.mark.parametrize(
@@ -117,6 +137,10 @@ def test_dimensions_override():
         ("mixtral-8x7b", {"model.num_kv_heads": "5"}, "must divide"),
         ("llama3-8b", {"model.num_layer": "5"}, "did you mean 'model.num_layers'"),
         ("llama3-8b", {"model.num_layers": "x"}, "whole number"),
+        (None, {"model.num_layers": "3"}, "--model.d_model must be given"),
+        (None, {"model.num_experts": "3"}, "num_layers and --model.d_model must be given"),
+        (None, {"model.num_layers": "3", "model.d_model": "127"}, "must be even.*nearest is 128"),
+        (None, {"model.num_layers": "3", "model.d_model": "x"}, "d_model 'x' must be a whole"),
     ],
 )
 def test_mistakes_are_named(name, dimensions, said):

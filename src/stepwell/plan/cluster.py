@@ -7,6 +7,7 @@ step's affair (`plan/steptime/step`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,8 +122,8 @@ def cluster(gpu: str) -> Cluster:
 
 def read_cluster(path: str | Path) -> Cluster:
     """A cluster of one's own; ConfigError as `read_toml`, for unknown keys and for rates that are
-    not positive."""
-    values = read_toml(path)
+    not positive, or where machines and scale-up domains do not divide each other evenly."""
+    values = read_toml(path, "cluster file")
     try:
         file = ClusterFile.model_validate(values)
     except ValidationError as error:
@@ -142,4 +143,29 @@ def read_cluster(path: str | Path) -> Cluster:
             given[key] = count
     if file.host_memory_gib is not None:
         given["host_memory_bytes"] = round(file.host_memory_gib * GIB)
-    return replace(found, accelerator=device, name=file.name or file.gpu, **given)
+    given = {"scaleup_gpus": _usual_domain(found, given), **given}
+    made = replace(found, accelerator=device, name=file.name or file.gpu, **given)
+    _check_domain(made, str(path))
+    return made
+
+
+def _usual_domain(usual: Cluster, given: Mapping[str, Any]) -> int:
+    """How many share the scale-up links where only the machine's size was said: as usual, but all
+    of a machine where that is usual, and no more than one has."""
+    per_node = given.get("gpus_per_node", usual.gpus_per_node)
+    if usual.scaleup_gpus == usual.gpus_per_node:
+        return per_node
+    inside = usual.scaleup_gpus < usual.gpus_per_node
+    return min(usual.scaleup_gpus, per_node) if inside else usual.scaleup_gpus
+
+
+def _check_domain(made: Cluster, where: str) -> None:
+    domain, per_node = made.scaleup_gpus, made.gpus_per_node
+    if domain % per_node and per_node % domain:
+        legal = [n for n in range(1, per_node) if per_node % n == 0]
+        legal += [per_node * n for n in (domain // per_node, domain // per_node + 1) if n]
+        near = min(legal, key=lambda n: abs(n - domain))
+        raise ConfigError(
+            f"{where}: scaleup_gpus={domain} must divide gpus_per_node={per_node}, or be a "
+            f"multiple of it (a domain of several machines); the nearest legal value is {near}"
+        )

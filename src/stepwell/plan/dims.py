@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ EXPERT_KEYS = {
     "model.num_shared_experts": "num_shared",
     "model.num_dense_layers": "num_dense_layers",
 }
+NEEDED = ("model.num_layers", "model.d_model")  # without a name
 # Of Hugging Face's kinds of model: those whose MLP is gated, and what the others' is.
 _GATED = [
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmo", "olmo2"),
@@ -120,11 +122,13 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """config: the engine's, or None; then `missing` says what the engine lacks."""
+    """config: the engine's, or None; then `missing` says what the engine lacks. assumed: dimensions
+    that nobody gave, and how they follow from those that were."""
 
     dims: Dims
     config: ModelConfig | None
     missing: str = ""
+    assumed: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -132,23 +136,74 @@ class Subject:
 
 
 def find_model(name: str | None, dimensions: Mapping[str, Any] | None = None) -> Subject:
-    """name: a preset, or a config.json or its folder. dimensions: `model.*` keys that override it
-    (or the defaults, without a name), and those of `EXPERT_KEYS`.
+    """name: a preset, or a config.json or its folder. dimensions: `model.*` keys that override it,
+    and those of `EXPERT_KEYS`; without a name, those of `NEEDED` and whatever else is known: the
+    rest follows from them (`derived`).
 
-    Raises ConfigError for an unknown name, key or value, CheckpointError for a broken file.
+    Raises ConfigError for an unknown name, key or value and for dimensions that are missing,
+    CheckpointError for a broken file.
     """
     dimensions = dict(dimensions or {})
     experts = {EXPERT_KEYS[key]: dimensions.pop(key) for key in [*dimensions] if key in EXPERT_KEYS}
-    found = (
-        Subject(dims_of(ModelConfig(), "model"), ModelConfig()) if name is None else _named(name)
-    )
-    if dimensions and found.config is None:
-        found = _dims_changed(found, dimensions)
-    elif dimensions and found.config is not None:
+    if name is None:
+        found = _derived_subject(dimensions)
+    elif (found := _named(name)).config is None:
+        found = _dims_changed(found, dimensions) if dimensions else found
+    elif dimensions:
         values = {"model": found.config.model_dump(exclude_none=True)}
         config = Run.parse(values, dimensions, where="the command line").model
-        found = Subject(dims_of(config, f"{name or 'model'}{' (changed)' * bool(name)}"), config)
+        found = Subject(dims_of(config, f"{name} (changed)"), config)
     return with_experts(found, experts) if experts else found
+
+
+def _derived_subject(dimensions: Mapping[str, Any]) -> Subject:
+    missing = [f"--{key}" for key in NEEDED if key not in dimensions]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} must be given: without --model a model needs its depth and "
+            "width; the rest can be derived"
+        )
+    wide = _count("--model.d_model", dimensions["model.d_model"])
+    given = {key: str(value) for key, value in dimensions.items()}
+    more, said = derived(wide, given)
+    config = Run.parse({"model": {}}, {**more, **given}, where="the command line").model
+    return Subject(dims_of(config, "model"), config, assumed=said)
+
+
+def derived(d_model: int, given: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What is not among the dimensions given, in Llama's proportions (2302.13971: heads of 128,
+    d_ff of 8/3 d_model rounded up to a multiple of 256; 2407.21783: its vocabulary): keys with
+    values, and in words. Raises ConfigError for a width that cannot be divided into heads."""
+    found: dict[str, Any] = {}
+    said: list[str] = []
+
+    def assume(key: str, value: Any, why: str) -> None:
+        if f"model.{key}" not in given:
+            found[f"model.{key}"] = value
+            said.append(f"{why} (--model.{key})")
+
+    size = _count("--model.head_dim", given.get("model.head_dim", _head_dim(d_model)))
+    heads = _count("--model.num_heads", given.get("model.num_heads", max(1, d_model // size)))
+    size = d_model // heads if "model.num_heads" in given else size
+    width = 256 * ceil(8 * d_model / 3 / 256)
+    assume("num_heads", heads, f"{heads} heads")
+    assume("head_dim", size, f"heads of {size}")
+    assume("num_kv_heads", heads, "as many key/value heads as heads")
+    assume("d_ff", width, f"an MLP of {width:,}, 8/3 of the width")
+    assume("vocab_size", 128256, "a vocabulary of 128,256, Llama 3's")
+    assume("tied", False, "an output layer of its own, not tied to the embedding")
+    return found, tuple(said)
+
+
+def _head_dim(d_model: int) -> int:
+    """128, or the largest power of two that divides the width."""
+    for size in (128, 64, 32, 16, 8, 4, 2):
+        if d_model % size == 0:
+            return size
+    raise ConfigError(
+        f"--model.d_model {d_model} must be even (rotations turn pairs); the nearest is "
+        f"{d_model + 1}"
+    )
 
 
 def _named(name: str) -> Subject:
@@ -200,7 +255,7 @@ def with_experts(subject: Subject, given: Mapping[str, Any]) -> Subject:
             f"nearest legal value is {subject.dims.num_layers - 1}"
         )
     dims = replace(subject.dims, experts=experts)
-    return Subject(dims, None, missing_of(dims))
+    return Subject(dims, None, missing_of(dims), subject.assumed)
 
 
 def _dims_changed(subject: Subject, dimensions: Mapping[str, Any]) -> Subject:

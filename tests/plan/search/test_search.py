@@ -8,7 +8,8 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
 from stepwell.plan.job import job_of
-from stepwell.plan.search.runs import run_of, settings_of, settings_text, short
+from stepwell.plan.search.checks import check_task
+from stepwell.plan.search.runs import run_of, settings_of, settings_text, short, values_of
 from stepwell.plan.search.search import (
     Prices,
     complexity,
@@ -163,9 +164,13 @@ def test_where_nothing_fits_the_leanest_is_named():
     assert found.closest.memory.total > H100.accelerator.memory_bytes
     with pytest.raises(ConfigError, match=r"the leanest, .* needs \d+\.\d GiB of 79.1"):
         _ = found.best
-    assert "host has no room" in nothing_fits(found)
+    assert "--offload none" in nothing_fits(found)  # what is held fixed is named
+    assert "to the host" not in nothing_fits(found)
     enough = fewest_gpus(found.task)
-    assert enough in (64, 128, 256)
+    assert enough == 96  # not the next double
+    pins = Pins(recompute="full", micro_batch_rows=1, offload=())
+    on = [search(big.dims, H100, n, SEQ_LEN, BATCH, pins, slack=1.0) for n in (88, 96)]
+    assert [bool(ranking.found) for ranking in on] == [False, True]
     assert fewest_gpus(replace(found.task, num_gpus=8), times=2) is None
 
 
@@ -186,6 +191,24 @@ def test_offload_comes_only_when_nothing_fits_without():
         (Pins(tp=4), 6, "--tp 4 must divide --gpus 6; the nearest legal value is 2"),
         (Pins(pp=5), 8, "--pp 5 must divide --gpus 8; the nearest legal value is 4"),
         (Pins(), 0, "at least 1"),
+        (Pins(tp=4, pp=4), 8, "--tp 4 x --pp 4 = 16 must divide --gpus 8; the nearest is --pp 2"),
+        (Pins(tp=4, max_tp=2), 8, "--tp 4 is more than --max-tp 2"),
+        (Pins(cp=3), 6, "--cp 3: rows of 8,192 .* into 2 x 3 parts; the nearest legal value is 2"),
+        (Pins(pp=64), 64, "at most 34 stages; the nearest legal value is 32"),
+        (Pins(pp=1, stages_per_rank=2), 8, "--stages-per-rank 2 is of a pipeline, and --pp 1"),
+        (Pins(pp=1, schedule="zbv"), 8, "--schedule zbv is of a pipeline, and --pp 1"),
+        (Pins(schedule="zbv", stages_per_rank=4), 8, "zbv has 2; the nearest legal value is 2"),
+        (Pins(stages_per_rank=9), 8, "is none of 1, 2, 3.*the nearest legal value is 8"),
+        (Pins(schedule="zbv", recompute="full"), 8, "only none is possible"),
+        (Pins(ep=8), 8, "--ep 8: llama3-8b is a dense model and has no experts"),
+        (Pins(micro_batch_rows=33), 8, "--micro-batch 33 is more than the 32 rows of a step"),
+        (
+            Pins(dp_replicate=3),
+            6,
+            "must divide the 32 rows of a step; the nearest legal value is 2",
+        ),
+        (Pins(zero=1, reshard="node"), 8, "--reshard node is of ZeRO stage 3"),
+        (Pins(headroom_bytes=80 * 2**30), 8, "--headroom 80: a h100-sxm has 79.1 GiB"),
     ],
 )
 def test_what_cannot_be_names_what_can(pins, gpus, said):
@@ -193,8 +216,48 @@ def test_what_cannot_be_names_what_can(pins, gpus, said):
         search(EIGHT.dims, H100, gpus, SEQ_LEN, BATCH, pins)
 
 
+def test_experts_that_do_not_divide_are_named():
+    mixtral, batch = find_model("mixtral-8x7b").dims, 32 * SEQ_LEN
+    with pytest.raises(ConfigError, match="--ep 3: 8 experts are not divisible by 3.* value is 2"):
+        search(mixtral, H100, 24, SEQ_LEN, batch, Pins(ep=3))
+    with pytest.raises(ConfigError, match="the 4 ranks of a stage are not divisible by 8.* is 4"):
+        search(mixtral, H100, 8, SEQ_LEN, batch, Pins(ep=8, pp=2))
+
+
+def test_both_sides_of_what_is_held_fixed():
+    """The nearest legal values that refusals name are legal."""
+    task = Task(EIGHT.dims, H100, 8, SEQ_LEN, 32)
+    for pins in (Pins(tp=4, pp=2), Pins(pp=1), Pins(schedule="zbv", recompute="none"),
+                 Pins(schedule="zbv", stages_per_rank=2), Pins(micro_batch_rows=32), Pins(ep=1),
+                 Pins(headroom_bytes=79 * 2**30), Pins(reshard="node"), Pins(cp=2)):  # fmt: skip
+        check_task(replace(task, pins=pins))
+    check_task(replace(task, num_gpus=32, pins=Pins(pp=32)))
+
+
+def test_rules_that_leave_nothing_are_told_in_words():
+    pins = Pins(pp=8, schedule="zbv", cp=1, tp=1)
+    found = search(EIGHT.dims, H100, 8, SEQ_LEN, 2 * SEQ_LEN, pins)
+    assert found.closest is None
+    said = nothing_fits(found)
+    assert "with --tp 1 --cp 1 --pp 8 --schedule zbv: fewer micro-batches than the pipeline" in said
+    spare = Pins(headroom_bytes=78 * 2**30, offload=())
+    said = nothing_fits(search(EIGHT.dims, H100, 8, SEQ_LEN, BATCH, spare))
+    assert "--headroom 78" in said
+    assert "78 must stay free" in said
+
+
+def test_more_gpus_are_looked_for_within_what_is_held_fixed():
+    """zbv keeps everything, so what recomputation would make fit does not."""
+    seventy = find_model("llama3-70b").dims
+    task = Task(seventy, H100, 8, SEQ_LEN, 1024, Pins(tp=1, cp=1, offload=()))
+    free = fewest_gpus(task)
+    held = fewest_gpus(replace(task, pins=replace(task.pins, schedule="zbv")))
+    assert free is not None
+    assert held is None or held > free
+
+
 def test_a_batch_without_a_row_and_a_precision_without_a_rate():
-    with pytest.raises(ConfigError, match="--global-batch-tokens 8192"):
+    with pytest.raises(ConfigError, match="--global-batch-tokens 100 has no.*tokens 8192"):
         search(EIGHT.dims, H100, 8, SEQ_LEN, 100)
     with pytest.raises(ConfigError, match="no peak for 'fp8'"):
         search(EIGHT.dims, cluster("a100-80g"), 8, SEQ_LEN, BATCH, Pins(precision="fp8"))
@@ -215,6 +278,16 @@ def test_unlimited_memory_is_asked_for_by_minus_infinity(prices):
     free = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, slack=1.0, prices=prices)
     held = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, slack=1.0, prices=prices)
     assert free.best.step_s <= held.best.step_s
+
+
+def test_what_stretches_the_context_is_written(ranking):
+    """All of llama3's values are defaults; an empty table would not say so."""
+    model = preset("llama3-405b")
+    written = values_of(model, ranking.best.layout, "x")["model"]["rope_scaling"]
+    assert written["factor"] == 8
+    assert written["original_max_seq_len"] == 8192
+    plain = preset("qwen3-8b")
+    assert "rope_scaling" not in values_of(plain, ranking.best.layout, "x")["model"]
 
 
 def test_a_layout_in_words_and_as_settings(ranking):

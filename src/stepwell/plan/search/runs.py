@@ -23,6 +23,8 @@ def values_of(config: ModelConfig, layout: Arrangement, name: str) -> dict[str, 
     if layout.ep > 1 or layout.program != "stepwell":
         raise ConfigError(f"the engine has no expert parallelism (ep={layout.ep})")
     model = config.model_dump(exclude_none=True, exclude_defaults=True)
+    if config.rope_scaling is not None:  # a table without values would not say what it stretches
+        model["rope_scaling"] = config.rope_scaling.model_dump()
     model["max_seq_len"] = max(config.max_seq_len, layout.seq_len)
     values: dict[str, Any] = {
         "name": name,

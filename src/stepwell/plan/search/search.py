@@ -25,13 +25,14 @@ from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headro
 from stepwell.plan.footprint.pieces import ranks_to_try
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.memory.ledger import MemoryLedger, predict_memory, predict_rank
+from stepwell.plan.search.checks import check_task, pins_text
 from stepwell.plan.search.runs import run_of, short
 from stepwell.plan.search.space import (
+    REASONS,
     Pins,
     Refused,
     Task,
     body,
-    check_task,
     data_layouts,
     meshes,
     micro_batch_problem,
@@ -47,7 +48,10 @@ SLACK = 1.1
 HOST_BYTES_A_GPU = 256 * 2**30  # of a machine that does not say: 2 TiB beside 8, as is usual
 NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger
 # Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
-OF_DATA_RANKS = ("exposed data", "exposed offload", "contention", "optimizer", "straggling")
+OF_DATA_RANKS = (
+    *("exposed data", "exposed offload", "contention", "optimizer", "straggling"),
+    "gradient accumulation",
+)
 # Parts that each micro-batch brings, whatever the pipeline.
 OF_MICRO_BATCHES = (
     *("products", "attention", "memory", "quantisation", "recomputation", "exposed tp"),
@@ -123,39 +127,72 @@ def nothing_fits(ranking: Ranking) -> str:
     task, closest = ranking.task, ranking.closest
     gpus, name = task.num_gpus, task.cluster.name
     what = f"no layout of {task.dims.name} on {gpus:,} x {name} "
+    pins = task.pins
+    held = f" with {pins_text(pins)}" if pins.given() else ""
     if closest is None:
-        return what + "obeys the rules: " + counts_text(ranking.refused_meshes + ranking.refused)
+        return f"{what}obeys the rules{held}: {rules_text(ranking)}"
     has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
-    lean = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"
-    return (
-        f"{what}fits: {lean} of {has / 2**30:.1f} on each, and the host has no room for what would "
-        "have to be offloaded; give more accelerators, or free what is held fixed"
-    )
+    said = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"
+    said += f" of {has / 2**30:.1f} on each{held}"
+    if needs + pins.headroom_bytes > has >= needs:
+        said += f", and {pins.headroom_bytes / 2**30:g} must stay free"
+    if pins.offload is None:
+        said += ", and does not fit with offload to the host either"
+    freed = ", or free what is held fixed" if held else ""
+    return f"{what}fits: {said}; give more accelerators{freed}"
+
+
+def rules_text(ranking: Ranking) -> str:
+    """What stands against each layout, the most frequent first."""
+    meshes = [f"{REASONS[k]} ({n:,} meshes)" for k, n in ranking.refused_meshes.most_common()]
+    layouts = [f"{REASONS[k]} ({n:,} layouts)" for k, n in ranking.refused.most_common()]
+    found = meshes + layouts + list(ranking.complaints[:2])
+    return "; ".join(found) or "what is held fixed leaves nothing to look at; free some of it"
 
 
 def fewest_gpus(task: Task, times: int = 64) -> int | None:
-    """The number of accelerators, doubled as often as needed, on which something fits; None if not
-    even `times` as many are enough."""
+    """The number of accelerators on which something fits: doubled as often as needed, then the
+    least of up to 16 numbers of whole machines between. None if not even `times` as many are
+    enough."""
     prices, number = Prices(task.dims, task.cluster), task.num_gpus
     while number < times * task.num_gpus:
         number *= 2
-        opened = _Open(replace(task, num_gpus=number), prices)
-        try:
-            check_task(opened.task)
-        except ConfigError:
-            continue
-        for mesh in meshes(opened.task, Counter()):
-            mode, every = recomputations(opened.task)[0]
-            rows = task.pins.micro_batch_rows or 1
-            family = body(opened.task, mesh, "1f1b", 1, rows, mode, every)
-            wrong = micro_batch_problem(opened.task, mesh, rows, "1f1b", 1)
-            if not wrong and opened.fits(leanest(family)):
-                return number
+        if _something_fits(replace(task, num_gpus=number), prices):
+            between = (replace(task, num_gpus=n) for n in _between(task.cluster, number))
+            return next((t.num_gpus for t in between if _something_fits(t, prices)), number)
     return None
 
 
-def counts_text(refused: Refused) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in refused.most_common())
+def _between(cluster: Cluster, number: int, most: int = 16) -> range:
+    """Of half of `number` to itself, whole machines where that is more than one."""
+    low, machine = number // 2, cluster.gpus_per_node
+    step = machine if low >= machine else 1
+    while (number - low) // step > most:
+        step *= 2
+    return range(low - low % step + step, number, step)
+
+
+def _something_fits(task: Task, prices: Prices) -> bool:
+    try:
+        check_task(task)
+    except ConfigError:
+        return False
+    opened = _Open(task, prices)
+    return any(opened.fits(layout) for layout in _leanest(task))
+
+
+def _leanest(task: Task) -> Iterator[Arrangement]:
+    """Of each mesh what holds the least, within what is held fixed."""
+    pins, rows = task.pins, task.pins.micro_batch_rows or 1
+    free = (pins.schedule, pins.stages_per_rank) == (None, None)
+    sharded = (pins.zero, pins.reshard, pins.dp_shard, pins.dp_replicate) == (None,) * 4
+    for mesh in meshes(task, Counter()):
+        for schedule, v in [("1f1b", 1)] if free else schedules(task, mesh, Counter()):
+            levels = recomputations(task, schedule)[:1]
+            if not levels or micro_batch_problem(task, mesh, rows, schedule, v):
+                continue
+            family = body(task, mesh, schedule, v, rows, *levels[0])
+            yield from [leanest(family)] if sharded else data_layouts(task, family, Counter())
 
 
 class Prices:
@@ -311,6 +348,11 @@ def search(
     empty.
     """
     rows = round(global_batch_tokens / seq_len)
+    if rows < 1:
+        raise ConfigError(
+            f"--global-batch-tokens {global_batch_tokens:,} has no row of {seq_len:,} tokens; the "
+            f"nearest is --global-batch-tokens {seq_len}"
+        )
     task = Task(dims, cluster, num_gpus, seq_len, rows, pins or Pins())
     check_task(task)
     begin, prices = time.perf_counter(), prices or Prices(dims, cluster, config)

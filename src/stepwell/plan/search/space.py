@@ -19,7 +19,6 @@ from stepwell.plan.cluster import Cluster
 from stepwell.plan.job import Arrangement, Dims, Recompute
 from stepwell.sections.layout import LayoutConfig
 from stepwell.sections.optim import LossConfig
-from stepwell.types import ConfigError
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 # Recomputation (mode, every how many blocks) by what it costs, the cheapest first.
@@ -335,37 +334,3 @@ def _staged(body: Arrangement, zero: int, reshard: Any) -> Arrangement:
         reshard=reshard if body.pp == 1 else "never",
         reduce_every_micro_batch=zero >= 2 and body.pp == 1,
     )
-
-
-def check_task(task: Task) -> None:
-    """Raises ConfigError for what no layout can mend, with the nearest legal value."""
-    pins, gpus = task.pins, task.num_gpus
-    if gpus < 1:
-        raise ConfigError(f"--gpus {gpus} must be at least 1, the nearest legal value")
-    if task.rows < 1:
-        raise ConfigError(
-            f"a batch of {task.tokens:,} tokens has no row of {task.seq_len:,}; the nearest is "
-            f"--global-batch-tokens {task.seq_len}"
-        )
-    for axis in ("tp", "cp", "pp", "dp_replicate", "dp_shard"):
-        size = getattr(pins, axis)
-        if size is not None and gpus % size:
-            legal = [d for d in divisors(gpus) if axis != "tp" or not tensor_problem(task, d)]
-            near = min(legal, key=lambda d, size=size: abs(d - size))
-            raise ConfigError(
-                f"--{axis.replace('_', '-')} {size} must divide --gpus {gpus}; the nearest legal "
-                f"value is {near}"
-            )
-    asked = pins.tp or 1
-    if broken := tensor_problem(task, asked):
-        legal = [tp for tp in divisors(gpus) if not tensor_problem(task, tp)]
-        near = min(legal, key=lambda tp: abs(tp - asked))
-        dims = task.dims
-        raise ConfigError(
-            f"--tp {pins.tp}: {REASONS[broken]} (heads {dims.num_heads}, key/value heads "
-            f"{dims.num_kv_heads}, MLP {dims.d_ff}, vocabulary {dims.vocab_size}); the nearest "
-            f"legal value is {near}"
-        )
-    device = task.cluster.accelerator
-    precision = pins.precision or default_precision(task.cluster)
-    device.peak_flops_per_s(precision)
