@@ -47,16 +47,17 @@ def check_idle(section: Section, table: str, keys: Iterable[str], where: str) ->
             raise ValueError(f"{table}.{key}={value!r} changes nothing {where}; leave it out")
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that can't be read, or is no TOML."""
+def read_toml(path: str | Path, what: str = "recipe") -> dict[str, Any]:
+    """what: the kind of file, for errors. Raises ConfigError for a file that can't be read, or is
+    no TOML."""
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"the recipe {path} is not UTF-8: {error}") from error
+        raise ConfigError(f"the {what} {path} is not UTF-8: {error}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the recipe {path} is not valid TOML: {error}") from error
+        raise ConfigError(f"the {what} {path} is not valid TOML: {error}") from error
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
