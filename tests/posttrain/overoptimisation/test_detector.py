@@ -55,6 +55,8 @@ def test_silent_while_only_the_reward_rises():
     assert alarm_at(readings(40, reward=0.1, spread=-0.02)) is None
     assert alarm_at(readings(40, single=True, reward=0.1, length=1.0)) is None
     assert alarm_at(readings(40, single=True, reward=0.1, repetition=0.02)) is None
+    # Both move where the reward is right, too.
+    assert alarm_at(readings(40, single=True, reward=0.1, repetition=0.02, kl=1.0)) is None
 
 
 def test_models_that_disagree_are_enough():
@@ -74,11 +76,10 @@ def test_models_that_disagree_are_enough():
     [
         {"kl": 1.0, "length": 1.0},
         {"kl": 1.0, "length": -0.4},
-        {"kl": 1.0, "repetition": 0.02},
         {"length": 1.0, "repetition": 0.02},
     ],
 )
-def test_two_weak_signs_are_enough_for_one_model(slopes):
+def test_length_and_a_weak_sign_are_enough_for_one_model(slopes):
     assert alarm_at(readings(40, reward=0.1, **slopes)) is None  # the models agree as before
     assert alarm_at(readings(40, reward=0.1, agreement=-0.008, **slopes)) is None  # nearly
     found = alarm_at(readings(40, single=True, reward=0.1, **slopes))
@@ -294,6 +295,13 @@ def test_on_two_real_runs(window):
     assert curve[step + 1 - SMOOTH] - curve[0] > 0.75 * (max(curve) - curve[0])
     assert alarm_at(gold, window) is None
     assert first_fall(runs["gold"]["gold"]) is None
-    # Not for want of anything to see: of one model it would have been an alarm.
-    single = [reading._replace(disagreement=None, agreement=None) for reading in gold]
-    assert alarm_at(single, window) is not None
+    # Not for want of anything to see: answers repeat themselves more and go far.
+    assert gold[-1].repetition > gold[0].repetition + 0.1
+    assert (gold[-1].kl or 0) > 5
+    # The same of one model, which cannot be asked how well it agrees.
+    one_proxy, one_gold = (
+        [reading._replace(disagreement=None, agreement=None) for reading in run]
+        for run in (proxy, gold)
+    )
+    assert (alarm_at(one_proxy, window) or (60,))[0] < fall + SMOOTH - 1
+    assert alarm_at(one_gold, window) is None

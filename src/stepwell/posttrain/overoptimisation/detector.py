@@ -98,8 +98,8 @@ class Alarm(NamedTuple):
 @dataclass
 class Watch:
     """`see` says once when the mean reward of the last `window` rollouts is clearly above that of
-    the first `window`, and there is a strong sign, or two weak ones, which of several reward models
-    must be a spread used up and another."""
+    the first `window`, and there is a strong sign, or two weak ones, of which one is the spread or,
+    with a single reward model, the length."""
 
     window: int
     start: list[Reading] = field(default_factory=list)
@@ -119,8 +119,8 @@ class Watch:
         assert reward is not None
         strong = any(name in STRONG for name in signs)
         several = any(r.disagreement is not None for r in (*self.start, *self.recent))
-        used_up = "spread" in signs or not several
-        weak = used_up and sum(name in WEAK for name in signs) >= NUM_WEAK
+        telling = "spread" in signs or ("length" in signs and not several)
+        weak = telling and sum(name in WEAK for name in signs) >= NUM_WEAK
         self.alarmed = bool(reward.t > LEAST_T and (strong or weak))
         return Alarm(step, self.window, reward, signs) if self.alarmed else None
 
