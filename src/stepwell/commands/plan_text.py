@@ -15,6 +15,7 @@ from stepwell.plan.explain.knobs import Gap, Knob
 from stepwell.plan.explain.reasons import (
     change_text,
     count_text,
+    links_note,
     part_text,
     recompute_text,
     zero_text,
@@ -23,7 +24,7 @@ from stepwell.plan.job import Dims
 from stepwell.plan.search.runs import data_text, offloaded, short
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
-from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
+from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
 
 GIB = 2**30
 WIDTH = 100
@@ -222,7 +223,8 @@ def binding(answer: Searched) -> list[RenderableType]:
         table.add_row(
             what, f"{relief.step_s:.2f} s", change_text(relief.step_s, best.step_s), other
         )
-    return [table]
+    told = links_note(answer.explanation, best)
+    return [table, note(told)] if told else [table]
 
 
 def scenario_table(answer: Searched) -> Table:
@@ -238,7 +240,7 @@ def waterfall_table(found: Candidate) -> Table:
     losses = waterfall(found.step)
     table.add_row("peak", "", f"{found.step.peak_flops_per_s / 1e12:,.0f} TFLOP/s", "100.0 %")
     for loss in losses[1:]:
-        if loss.share < 5e-4:
+        if loss.share < LEAST_SHARE:
             continue
         left -= loss.share
         bar = "-" * round(40 * loss.share)

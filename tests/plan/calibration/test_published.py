@@ -155,6 +155,24 @@ def test_broken_rows_are_counted_with_their_reason(rows, tmp_path, change, reaso
     assert sum(table.reasons().values()) == 1
 
 
+def test_a_missing_column_is_named_once(rows, tmp_path):
+    path = write(tmp_path / "t.csv", [rows["lf0001"]], drop=("vocab", "d_ff"))
+    with pytest.raises(DataError) as caught:
+        read_table(path)
+    assert str(caught.value).count("vocab") == 1
+
+
+def test_any_gate_has_three_matrices(rows):
+    row = {**rows["dg0055"], "mlp_kind": "geglu"}
+    assert read_row(row, "x").job.dims == read_row(rows["dg0055"], "x").job.dims
+
+
+def test_megatron_may_divide_gradients_too(rows):
+    row = {**rows["dg0055"], "zero_stage": "2", "notes": "Megatron"}
+    assert read_row(row, "x").job.layout.program == "megatron"
+    assert read_row({**row, "notes": ""}, "x").job.layout.program == "fsdp"
+
+
 def test_rows_of_one_name_are_both_there(rows, tmp_path):
     table = read_table(write(tmp_path / "t.csv", [rows["lf0001"], rows["lf0001"]]))
     assert [run.row_id for run in table.runs] == ["lf0001", "lf0001 (line 3)"]

@@ -117,6 +117,7 @@ def test_what_is_printed_adds_up(whole):
     assert row["step_error"] == pytest.approx(row["step_time_s"] / 16.2685 - 1)
     text = "\n".join(whole.lines())
     assert "d_model is not printed" in text
+    assert f"{len(whole.predictions)} of them are rows that the coefficients were fitted to" in text
     assert "megatron-bridge-cards" in text
 
 
@@ -135,5 +136,16 @@ def test_a_table_of_a_user_s_own(tmp_path):
     found = validate(tmp_path / "mine.csv")
     assert found.step_errors()["all"].num == 1
     assert sum(found.fit_table().values()) == 2
+    for row, name in zip(rows, ("own", "bad"), strict=True):
+        row["id"] = name
+    rows[1]["gpu"] = "h100-sxn"
+    with open(tmp_path / "other.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    text = "\n".join(validate(tmp_path / "other.csv").lines())
+    assert "were fitted to" not in text
+    assert "unknown accelerator 'h100-sxn'" in text
+    assert ": bad" in text
     with pytest.raises(DataError, match="cannot be read"):
         validate(tmp_path / "missing.csv")

@@ -1,6 +1,7 @@
 import html.parser
 import re
 from dataclasses import replace
+from html import escape
 
 import pytest
 
@@ -11,16 +12,20 @@ from stepwell.plan.explain.answer import Review, Searched
 from stepwell.plan.explain.knobs import gap, knobs
 from stepwell.plan.explain.page import render, write_page
 from stepwell.plan.explain.pictures import (
+    WIDTH,
+    color_of_stage,
     machine,
     machines,
+    memory_bars,
     memory_of_stage,
     place_of,
     waterfall_chart,
 )
-from stepwell.plan.explain.reasons import explain
+from stepwell.plan.explain.reasons import explain, part_text
 from stepwell.plan.job import Arrangement, Job, job_of
 from stepwell.plan.search.search import Candidate, Prices, search
 from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
 from tests.diagnose.test_report import CHROMIUM, brightness, look
 
 H100 = cluster("h100-sxm")
@@ -94,6 +99,37 @@ def test_pictures_count_right(answer):
     many = machines(Job(job.dims, big, H100))
     assert "and 32 more stages" in many
     assert "+ 232" in many
+
+
+def test_many_stages_have_colours_of_their_own_and_fill_the_width(answer):
+    job = answer.best.job
+    deep = Job(job.dims, replace(job.layout, pp=32, dp_shard=4, dp_replicate=1, tp=8, cp=1), H100)
+    assert len({color_of_stage(stage, 32) for stage in range(32)}) == 32
+    assert [color_of_stage(stage, 8) for stage in (0, 7)] == ["--s0", "--s7"]
+    drawn = machines(deep)
+    right = max(float(x) for x in re.findall(r'<rect x="([0-9.]+)"', drawn))
+    assert right > 0.7 * WIDTH
+    assert drawn.count(">stage ") == 32
+
+
+def test_ranks_that_are_not_drawn_are_told(answer):
+    job = answer.best.job
+    many = replace(job.layout, pp=32, dp_shard=1, dp_replicate=1, schedule="1f1b")
+    few = replace(many, pp=16)
+    drawn = [
+        memory_bars(replace(answer.best, job=Job(job.dims, layout, H100))) for layout in (many, few)
+    ]
+    assert "ranks 8 to 23 are between" in drawn[0]
+    assert "between" not in drawn[1]
+    assert drawn[0].count(">rank ") == 16
+
+
+def test_the_chart_has_the_losses_of_the_text(answer):
+    chart = waterfall_chart(answer.best)
+    for loss in waterfall(answer.best.step)[1:]:
+        assert (f">{escape(part_text(loss.name))}<" in chart) == (loss.share >= LEAST_SHARE), (
+            loss.name
+        )
 
 
 def test_a_run_as_configured_has_a_page(tmp_path):

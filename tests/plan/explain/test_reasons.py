@@ -17,7 +17,14 @@ from stepwell.plan.explain.answer import (
 )
 from stepwell.plan.explain.change import changed, refilled
 from stepwell.plan.explain.knobs import gap, knobs, measured_step_s, together
-from stepwell.plan.explain.reasons import PARTS, explain
+from stepwell.plan.explain.reasons import (
+    MESSAGES,
+    PARTS,
+    Relief,
+    explain,
+    links_note,
+    messages_s,
+)
 from stepwell.plan.job import job_of
 from stepwell.plan.search.search import Candidate, Prices, batches, pareto, search
 from stepwell.plan.search.space import Pins, Task
@@ -157,7 +164,55 @@ def test_a_forbidden_change_is_priced_and_named(prices, answer):
     assert not found.works
     none = changed(prices, task, answer.best.layout, {"tp": 5})
     assert none.layout is None
-    assert "does not divide 16" in none.broken
+    assert "does not divide 16 accelerators" in none.broken
+
+
+def test_what_does_not_divide_is_the_product(prices, answer):
+    sizes = {"tp": 1, "cp": 1, "pp": 2, "dp_shard": 1, "dp_replicate": 1}
+    layout = replace(answer.best.layout, **sizes)
+    found = changed(prices, answer.ranking.task, layout, {"tp": 2})
+    assert found.broken == "TP 2 x PP 2 needs 4 accelerators, and there are 2"
+    three = changed(prices, answer.ranking.task, replace(layout, dp_shard=4), {"tp": 3})
+    assert three.broken == "TP 3 x PP 2 = 6 does not divide 8 accelerators"
+
+
+def test_a_change_that_the_schedule_undoes_is_not_priced(prices, answer):
+    """zbv keeps all activations: "selective" would be the same layout under another name."""
+    sizes = {
+        "zero": 1,
+        "reshard": "never",
+        "tp": 1,
+        "cp": 1,
+        "pp": 2,
+        "dp_shard": 8,
+        "dp_replicate": 1,
+        "recompute": "full",
+    }
+    plain = replace(answer.best.layout, schedule="1f1b", stages_per_rank=1, **sizes)
+    task = answer.ranking.task
+    halves = changed(prices, task, plain, {"schedule": "zbv", "stages_per_rank": 2})
+    assert set(halves.also) >= {"recompute none", "blocks not compiled"}
+    assert halves.layout is not None
+    again = changed(prices, task, halves.layout, {"recompute": "selective"})
+    assert (again.layout, again.step) == (None, None)
+    assert again.broken == "not possible alone: zbv keeps all activations"
+    assert "is not compiled" in changed(prices, task, halves.layout, {"compiled": True}).broken
+    assert changed(prices, task, plain, {"recompute": "selective"}).also == ()
+
+
+def test_messages_that_no_single_link_causes_are_told(answer):
+    found, best = answer.explanation, answer.best
+    (all_of_them,) = (r for r in found.reliefs if r.name == MESSAGES)
+    assert all_of_them.step_s == pytest.approx(best.step_s - messages_s(best.step))
+    costly = replace(all_of_them, step_s=0.9 * best.step_s)
+    links = [Relief(name, best.step_s) for name in ("network", "scale-up links")]
+    told = links_note(replace(found, reliefs=(*links, costly)), best)
+    assert "no link alone binds" in told
+    assert f"{0.1 * best.step_s:.2f} s" in told
+    binds = [Relief("network", 0.91 * best.step_s), costly]
+    assert links_note(replace(found, reliefs=tuple(binds)), best) == ""
+    free = replace(costly, step_s=best.step_s)
+    assert links_note(replace(found, reliefs=(*links, free)), best) == ""
 
 
 # --- knobs -----------------------------------------------------------------------------------

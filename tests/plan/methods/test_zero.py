@@ -56,7 +56,8 @@ def test_from_when_on_it_fits():
 
 
 def test_times_are_volumes_over_rates():
-    eight, many = zero_table(LLAMA_70B, H100, 8), zero_table(LLAMA_70B, H100, 64)
+    eight = zero_table(LLAMA_70B, H100, 8, (1.0, 1.0))
+    many = zero_table(LLAMA_70B, H100, 64, (1.0, 1.0))
     assert eight.links == "scaleup"
     assert many.links == "network"
     P = eight.parameters
@@ -66,8 +67,10 @@ def test_times_are_volumes_over_rates():
     ddp, *_, three = many.rows
     assert ddp.scaleup_s == pytest.approx(4 * P * 63 / 64 / 450e9)
     assert three.network_s == pytest.approx(6 * P * 63 / 64 / (8 * 50e9))  # eight cards
-    half = zero_table(LLAMA_70B, H100, 64, efficiency=0.5)
+    half = zero_table(LLAMA_70B, H100, 64, efficiency=(0.25, 0.5))
     assert half.rows[0].network_s == pytest.approx(2 * ddp.network_s)
+    assert half.rows[0].scaleup_s == pytest.approx(4 * ddp.scaleup_s)
+    assert all(row.network_s is None for row in eight.rows)
     assert zero_table(LLAMA_70B, H100, 1).rows[3].sent_bytes == 0
 
 
@@ -100,6 +103,12 @@ def test_lines_say_why_and_json_has_the_same():
     assert "ZeRO-2 divides 14 of 16 bytes a parameter, which leaves 264.6 GB" in text
     assert "are 141 GB: no number of GPUs is enough" in text
     assert "from 14 GPUs on the state fits" in text
+    assert "gradients of 2 bytes a parameter" in text
+    assert "64 % of the fast links' rate, as in a plan" in text
+    assert "between" not in text.splitlines()[2]
+    across = zero_table(LLAMA_70B, H100, 64).lines()
+    assert "between" in across[2]
+    assert "77 % of the network's" in across[-1]
     found = json.loads(json.dumps(table.as_json()))
     assert [row["total"] for row in found["rows"]] == [row.total for row in table.rows]
     assert found["rows"][3]["fewest_gpus"] == 14

@@ -66,3 +66,17 @@ def test_stages_of_a_pipeline_send_to_a_neighbour():
 def test_calls_add_up_by_axis_and_phase():
     (found,) = flows([sent("all-gather", 8), sent("all-gather", 8, calls=3)], H100)
     assert found.seconds(1, 1, 0) == pytest.approx(4 * one("all-gather", 8).seconds(1, 1, 0))
+
+
+@pytest.mark.parametrize(("stride", "hops"), [(1, NEAR_HOP), (8, 1.0)])
+def test_a_context_ring_s_message_goes_to_a_neighbour(stride, hops):
+    """Not around the ring; and it is waited for once, by whom it is sent."""
+    assert one("send", 8, stride=stride, axis="cp").hops == hops
+    assert one("recv", 8, stride=stride, axis="cp").hops == 0
+
+
+def test_one_rank_a_machine_gathers_in_a_logarithmic_number_of_steps():
+    """Shards beside tensor ranks that fill the machine (PAT); two a machine go round a ring."""
+    assert one("all-gather", 256, stride=8).hops == 8
+    assert one("reduce-scatter", 256, stride=8).hops == 8
+    assert one("all-gather", 256, stride=4).hops == pytest.approx(NEAR_HOP + 127)

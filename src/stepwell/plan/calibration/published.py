@@ -33,6 +33,8 @@ MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib")
 RATES = ("tflops_per_gpu", "mfu_pct")
 # Other programs' names of devices whose own name is not in `hardware`.
 ALIASES = {"blackwell-184gib": "gb200"}
+# Of the same three matrices, whatever the gate.
+GATED = ("swiglu", "geglu", "reglu")
 # Words of notes that say that element-wise operations are fused (a compiler, or fused kernels), and
 # that attention is a kernel written for the device.
 FUSED = r"\bcompile|JAX|XLA|TE[;+ ]|Megatron"
@@ -88,7 +90,8 @@ class Table:
     skipped: dict[str, str]
 
     def reasons(self) -> dict[str, int]:
-        """Reason -> number of rows; values in reasons are left out, so that like adds up."""
+        """Reason -> number of rows; values in reasons are left out, so that like adds up. `skipped`
+        has them whole."""
         return dict(Counter(re.sub(r"'[^']*'", "…", why) for why in self.skipped.values()))
 
 
@@ -97,6 +100,11 @@ def shipped_table() -> Path:
     return Path(
         str(resources.files("stepwell.plan.calibration").joinpath("data", "published_runs.csv"))
     )
+
+
+def shipped_ids() -> set[str]:
+    with open(shipped_table(), newline="", encoding="utf-8") as file:
+        return {row["id"] for row in csv.DictReader(file)}
 
 
 def read_table(path: str | Path) -> Table:
@@ -110,8 +118,8 @@ def read_table(path: str | Path) -> Table:
         raise DataError(f"{path} cannot be read as a table: {error}") from error
     missing = [name for name in REQUIRED if name not in columns]
     if missing:
-        close = "".join(f"; {name}{nearest(name, columns)}" for name in missing)
-        raise DataError(f"{path} lacks the columns {', '.join(missing)}{close}")
+        named = ", ".join(f"{name}{nearest(name, columns)}" for name in missing)
+        raise DataError(f"{path} lacks the columns {named}")
     if not any(name in columns for name in MEASURED):
         raise DataError(f"{path} has no measured column: one of {', '.join(MEASURED)} is needed")
     runs, skipped = [], {}
@@ -217,7 +225,8 @@ def _memory_unit(cells: dict[str, str]) -> float:
 def _dims(cells: dict[str, str]) -> Dims:
     width, heads = _count(cells, "d_model"), _count(cells, "n_heads")
     printed = re.search(r"head_dim (\d+)", cells.get("notes", ""))
-    kind = _choice(cells, "mlp_kind", ("swiglu", "gelu", "squared_relu"))
+    kind = _choice(cells, "mlp_kind", (*GATED, "gelu", "squared_relu"))
+    kind = "swiglu" if kind in GATED else kind
     d_ff = _count(cells, "d_ff")
     dims = Dims(
         name=cells["model_name"],
@@ -357,7 +366,12 @@ def _recompute(cells: dict[str, str]) -> Recompute:
 
 
 def _program(cells: dict[str, str], zero: int) -> Program:
-    """Whose habits: Megatron's for model parallelism and its sharded optimiser, else FSDP's."""
+    """Whose habits: Megatron's for model parallelism and its sharded optimiser, else FSDP's; the
+    notes may name Megatron where gradients are divided, too."""
+    if cells.get("zero_stage", "") in ("2", "2.0") and re.search(
+        r"\bMegatron\b", cells.get("notes", "")
+    ):
+        return "megatron"
     return "fsdp" if zero >= 2 or "FSDP" in cells.get("notes", "") else "megatron"
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from stepwell.hardware import GIB
 from stepwell.plan.calibration.memory import predicted_bytes
-from stepwell.plan.calibration.published import Published, read_table
+from stepwell.plan.calibration.published import Published, read_table, shipped_ids
 from stepwell.plan.footprint.footprint import fits, footprint
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.step import predict_step
 from stepwell.types import ConfigError
 
 TOP = 3
+MOST_IDS = 5  # of rows with the same reason, by name
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,14 @@ class Validation:
 
     def lines(self) -> list[str]:
         found = [f"{len(self.predictions)} rows used, {len(self.skipped)} not"]
-        found += [f"  not used: {why} ({n})" for why, n in sorted(self.reasons.items())]
+        found += _skipped_lines(self.skipped)
+        known = shipped_ids() & {p.run.row_id for p in self.predictions}
+        if known:
+            found.append(
+                f"{len(known)} of them are rows that the coefficients were fitted to: their errors "
+                "are those of a fit, not of a prediction (docs/planner-calibration.md has the "
+                "errors of rows left out)"
+            )
         found += error_lines("step time", self.step_errors())
         for name, by in GROUPS:
             found += error_lines(f"step time by {name}", self.step_errors(by))
@@ -260,6 +268,18 @@ def _row(p: Prediction) -> dict[str, Any]:
         "fits": p.fits,
         "measured_fits": run.fits,
     }
+
+
+def _skipped_lines(skipped: dict[str, str]) -> list[str]:
+    """By reason, with its values, and the rows that have it."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for row_id, why in skipped.items():
+        rows[why].append(row_id)
+    return [
+        f"  not used: {why}: {', '.join(ids[:MOST_IDS])}"
+        + (f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else "")
+        for why, ids in sorted(rows.items())
+    ]
 
 
 def error_lines(title: str, groups: dict[str, Errors]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from stepwell.parallel.schedules import fewest_micro_batches
+from stepwell.parallel.schedules import ZERO_BUBBLE, fewest_micro_batches
 from stepwell.plan.job import Arrangement
 from stepwell.plan.search.search import Prices
 from stepwell.plan.search.space import REASONS, Pins, Task, context_problem, tensor_problem
@@ -20,13 +20,15 @@ from stepwell.types import ConfigError
 @dataclass(frozen=True)
 class Changed:
     """layout: None where the change leaves no layout. broken: the rule that forbids it, in words.
-    Memory and time are of the layout even where a rule forbids it."""
+    Memory and time are of the layout even where a rule forbids it. also: what had to change with
+    it, besides the data ranks."""
 
     layout: Arrangement | None
     peak_bytes: float = 0.0
     step: StepTime | None = None
     fits: bool = False
     broken: str = ""
+    also: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -42,8 +44,10 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
     leave or need."""
     layout = refilled(replace(before, **changes), before.num_gpus, changes)
     if layout is None:
-        sizes = ", ".join(f"{key} {value}" for key, value in changes.items())
-        return Changed(None, broken=f"{sizes} does not divide {before.num_gpus} accelerators")
+        return Changed(None, broken=_does_not_divide(replace(before, **changes), before.num_gpus))
+    undone = _undone(layout, changes)
+    if undone:
+        return Changed(None, broken=undone)
     broken = problem(replace(task, pins=Pins()), layout)
     try:
         held, step = prices.memory(layout), prices.time(layout)
@@ -51,7 +55,40 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
         if broken:
             return Changed(None, broken=broken)
         raise
-    return Changed(layout, held.total, step, prices.fits(layout), broken)
+    also = _also(before, layout, changes)
+    return Changed(layout, held.total, step, prices.fits(layout), broken, also)
+
+
+def _does_not_divide(layout: Arrangement, num_gpus: int) -> str:
+    sizes = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp}
+    product = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1)
+    ranks = layout.tp * layout.cp * layout.pp
+    if ranks > num_gpus:
+        there = f"there are {num_gpus:,}" if num_gpus > 1 else "there is 1"
+        return f"{product} needs {ranks:,} accelerators, and {there}"
+    return f"{product} = {ranks:,} does not divide {num_gpus:,} accelerators"
+
+
+def _undone(layout: Arrangement, changes: Mapping[str, Any]) -> str:
+    """What the schedule does not let stand of the change alone; empty if all of it stands."""
+    if layout.schedule not in ZERO_BUBBLE:
+        return ""
+    for key, kept in (("recompute", "keeps all activations"), ("compiled", "is not compiled")):
+        if key in changes and getattr(layout, key) != changes[key]:
+            return f"not possible alone: {layout.schedule} {kept}"
+    return ""
+
+
+def _also(before: Arrangement, after: Arrangement, changes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where a pipeline or its schedule takes something else with it."""
+    found = []
+    if "recompute" not in changes and after.recompute != before.recompute:
+        found.append(f"recompute {after.recompute}")
+    if "compiled" not in changes and after.compiled != before.compiled:
+        found.append("compiled blocks" if after.compiled else "blocks not compiled")
+    if "zero" not in changes and after.zero != before.zero:
+        found.append(f"ZeRO-{after.zero}")
+    return tuple(found)
 
 
 def refilled(layout: Arrangement, num_gpus: int, changes: Mapping[str, Any]) -> Arrangement | None:
@@ -71,7 +108,7 @@ def refilled(layout: Arrangement, num_gpus: int, changes: Mapping[str, Any]) -> 
     if layout.pp == 1:
         return replace(layout, schedule="1f1b", stages_per_rank=1, stage_blocks=None)
     zero = 1 if layout.zero == 2 else layout.zero
-    halves = layout.schedule in ("zbv", "dualpipev")
+    halves = layout.schedule in ZERO_BUBBLE
     v = 2 if halves else layout.stages_per_rank
     if layout.schedule in ("1f1b", "gpipe"):
         v = 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stepwell.plan.explain import pictures
 from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
 from stepwell.plan.explain.knobs import Knob
-from stepwell.plan.explain.reasons import change_text, count_text
+from stepwell.plan.explain.reasons import change_text, count_text, links_note
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
@@ -167,7 +167,8 @@ def _binding(answer: Searched) -> Rows:
         for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s)
     ]
     columns = ("without the cost or limit of", "s a step", "change", "layout")
-    return Rows("binding", "What binds", columns, rows, columns[1:3])
+    told = links_note(answer.explanation, best)
+    return Rows("binding", "What binds", columns, rows, columns[1:3], told)
 
 
 def _scenarios(answer: Searched) -> Rows:

@@ -14,11 +14,13 @@ from stepwell.plan.explain.reasons import part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.search.search import Candidate
-from stepwell.plan.steptime.waterfall import waterfall
+from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
 
 GIB = 2**30
 WIDTH = 720
 MOST_STAGES, MOST_COLUMNS = 32, 24
+MOST_ENDS = 8  # pipeline ranks at either end whose memory is drawn
+NUM_COLORS = 8  # --s0 to --s7
 # What a GPU holds, in few kinds.
 KINDS = {
     "weights": ("parameters", "masters", "working_copies", "gathered"),
@@ -66,7 +68,7 @@ def box(x: float, y: float, width: float, height: float, color: str, hint: str =
     inside = f"<title>{escape(hint)}</title>" if hint else ""
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="2" '
-        f'style="fill:var({color})">{inside}</rect>'
+        f'style="fill:{f"var({color})" if color.startswith("--") else color}">{inside}</rect>'
     )
 
 
@@ -99,12 +101,15 @@ def _labels(place: Place, layout: Arrangement) -> list[str]:
 
 
 def color_of_stage(stage: int, num_stages: int) -> str:
-    return f"--s{stage % 8}" if num_stages > 1 else "--s0"
+    """No two stages have the same: more than the page has colours get hues in their order."""
+    if num_stages <= NUM_COLORS:
+        return f"--s{stage if num_stages > 1 else 0}"
+    return f"hsl({330 * stage / (num_stages - 1):.0f} 60% var(--stage))"
 
 
 def machines(job: Job) -> str:
-    """All machines: a row for each pipeline stage (as many as there is room for), a cell for each
-    machine, a square for each GPU."""
+    """All machines: a strip for each pipeline stage (as many as there is room for), several beside
+    each other where they are short; a cell for each machine, a square for each GPU."""
     layout, per_node = job.layout, job.cluster.gpus_per_node
     a_stage = max(1, layout.num_gpus // layout.pp)
     rows = min(layout.pp, MOST_STAGES)
@@ -115,12 +120,15 @@ def machines(job: Job) -> str:
     across = max(1, min(here, 4))
     side = (wide - 6) / across
     high = side * -(-here // across) + 8
+    strip = left + shown * wide + (40 if num_cells > shown else 10)
+    beside = max(1, min(rows, int(WIDTH // strip)))
     parts = []
     for stage in range(rows):
-        y = stage * (high + 3)
-        parts.append(text(0, y + high / 2 + 4, f"stage {stage}" if layout.pp > 1 else "all"))
+        start, y = (stage % beside) * WIDTH / beside, (stage // beside) * (high + 3)
+        words = f"stage {stage}" if layout.pp > 1 else "all"
+        parts.append(text(start, y + high / 2 + 4, words))
         for cell in range(shown):
-            x = left + cell * wide
+            x = start + left + cell * wide
             first = stage * a_stage + cell * here
             hint = f"machine {first // per_node}: {_span(first, here, layout)}"
             parts.append(
@@ -134,12 +142,12 @@ def machines(job: Job) -> str:
                 )
         if num_cells > shown:
             words = f"+ {num_cells - shown:,}"
-            parts.append(text(left + shown * wide + 2, y + high / 2 + 4, words, "small"))
-    height = rows * (high + 3)
+            parts.append(text(start + left + shown * wide + 2, y + high / 2 + 4, words, "small"))
+    height = -(-rows // beside) * (high + 3)
     if layout.pp > rows:
         height += 16
         parts.append(text(0, height - 4, f"and {layout.pp - rows} more stages", "small"))
-    what = f"{layout.num_gpus} GPUs, a row for each pipeline stage, a cell for each machine"
+    what = f"{layout.num_gpus} GPUs, a strip for each pipeline stage, a cell for each machine"
     return svg(WIDTH, height, "The mesh on the machines", what, parts)
 
 
@@ -168,23 +176,27 @@ def memory_of_stage(job: Job, pp_rank: int) -> dict[str, float]:
 def memory_bars(found: Candidate) -> str:
     job = found.job
     layout, has = job.layout, job.cluster.accelerator.memory_bytes
-    ranks = list(range(layout.pp))
-    if layout.pp > 16:
-        ranks = [*range(8), *range(layout.pp - 8, layout.pp)]
+    ranks, gap = list(range(layout.pp)), 0
+    if layout.pp > 2 * MOST_ENDS:
+        gap = layout.pp - 2 * MOST_ENDS
+        ranks = [*range(MOST_ENDS), *range(layout.pp - MOST_ENDS, layout.pp)]
     bars = {rank: memory_of_stage(job, rank) for rank in ranks}
     most = max(has, *(sum(bar.values()) for bar in bars.values()))
     left, high = 66, 18
     scale = (WIDTH - left - 60) / most
     parts = []
     for i, (rank, bar) in enumerate(bars.items()):
-        x, y = float(left), i * (high + 5)
+        x, y = float(left), (i + (gap > 0 and i >= MOST_ENDS)) * (high + 5)
         parts.append(text(0, y + 13, f"rank {rank}" if layout.pp > 1 else "a GPU"))
         for j, (kind, num_bytes) in enumerate(bar.items()):
             hint = f"{kind}: {num_bytes / GIB:.1f} GiB"
             parts.append(box(x, y, num_bytes * scale, high, f"--s{j}", hint))
             x += num_bytes * scale
         parts.append(text(x + 4, y + 13, f"{sum(bar.values()) / GIB:.1f}", "small"))
-    height = len(bars) * (high + 5)
+    if gap:
+        between = f"… ranks {MOST_ENDS} to {MOST_ENDS + gap - 1} are between those above and below"
+        parts.append(text(0, MOST_ENDS * (high + 5) + 13, between, "small"))
+    height = (len(bars) + (gap > 0)) * (high + 5)
     limit = left + has * scale
     parts.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{height}" class="limit"/>')
     parts.append(text(limit, height + 12, f"{has / GIB:.1f} GiB", "small", "end"))
@@ -201,7 +213,7 @@ def legend() -> list[tuple[str, str]]:
 
 
 def waterfall_chart(found: Candidate) -> str:
-    losses = [loss for loss in waterfall(found.step) if loss.share >= 0.002]
+    losses = [loss for loss in waterfall(found.step) if loss.share >= LEAST_SHARE]
     left, high = 250, 18
     scale = WIDTH - left - 70
     rows = [("peak", 1.0, 1.0, "--s0"), *_steps(losses)]

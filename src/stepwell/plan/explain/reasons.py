@@ -18,10 +18,12 @@ from stepwell.plan.memory.ledger import state_bytes_per_parameter
 from stepwell.plan.search.runs import data_text, reshard_text, short
 from stepwell.plan.search.search import Candidate, Prices, Ranking, search
 from stepwell.plan.search.space import Pins, Task
-from stepwell.plan.steptime.step import predict_step
+from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.types import ConfigError
 
 GIB = 2**30
+LINKS = {"network": "network_bytes_per_s", "scale-up links": "scaleup_bytes_per_s"}
+MESSAGES = "all communication"
 WORTH_TELLING = 1.5  # times the best step; layouts that take longer are not looked for
 PARTS = {
     "products": "matrix products",
@@ -39,6 +41,7 @@ PARTS = {
     "exposed world": "sums over all ranks",
     "contention": "computing slowed by messages beside it",
     "bubble": "pipeline bubble",
+    "gradient accumulation": "adding up micro-batches' gradients",
     "optimizer": "optimiser step",
     "straggling": "waiting for the slowest",
 }
@@ -359,7 +362,11 @@ def _replicas(task: Task, now: Arrangement) -> _Question:
         )
         for n in sorted(wanted)
     )
-    shared = f"{ranks:,} shares of the batch, {now.num_micro_batches} micro-batches each."
+    m = now.num_micro_batches
+    shared = (
+        f"{ranks:,} share{'s' if ranks > 1 else ''} of the batch, {m:,} "
+        f"micro-batch{'es' if m > 1 else ''}{' each' if ranks > 1 else ''}."
+    )
     return _Question(
         "data", "And the rest: how are data ranks arranged?", data_text(now), others, shared
     )
@@ -374,14 +381,15 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         name, more = grown(alone.step, best.step)
         price = f"{alone.step_s:.2f} s ({change_text(alone.step_s, best.step_s)}"
         price += f", {part_text(name)} {more:+.2f} s)" if more > 0.002 * best.step_s else ")"
+    how = f" (with {' and '.join(alone.also)})" if alone.also else " alone"
     if alone.broken:
         text = f"{label}: {alone.broken}"
         text += f"; it would take {price}." if price and alone.fits else "."
     elif not alone.fits:
         margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
-        text = f"{label} alone needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
+        text = f"{label}{how} needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
     else:
-        text = f"{label} alone takes {price}."
+        text = f"{label}{how} takes {price}."
     if alternative.best is not None and alternative.best.layout != alone.layout:
         other = alternative.best
         versus = change_text(other.step_s, best.step_s)
@@ -407,6 +415,15 @@ def change_text(after: float, before: float) -> str:
     return "the same" if abs(share) < 5e-4 else f"{100 * share:+.1f} %"
 
 
+def messages_s(step: StepTime) -> float:
+    """What would be gone without any communication; the bubble stays."""
+    saved = step.exposed_s - step.parts.get("exposed offload", 0.0)
+    saved += step.parts.get("contention", 0.0)
+    # Stragglers are waited for in proportion.
+    rest = step.total_s - step.parts.get("straggling", 0.0)
+    return saved * step.total_s / rest
+
+
 # --- what binds, and what would change the decision ------------------------------------------
 
 
@@ -417,15 +434,26 @@ def reliefs(prices: Prices, task: Task, best: Candidate) -> Iterator[Relief]:
     endless = _search(prices, task, unbounded, best.step_s)
     if endless is not None:
         yield Relief("memory", endless.step_s, endless.layout)
-    for name, key in (
-        ("network", "network_bytes_per_s"),
-        ("scale-up links", "scaleup_bytes_per_s"),
-    ):
+    for name, key in LINKS.items():
         free = replace(cluster, **{key: 1e6 * getattr(cluster, key)})
         # A network beyond the scale-up links only moves the border to those.
         yield Relief(name, min(best.step_s, predict_step(replace(job, cluster=free)).total_s))
+    yield Relief(MESSAGES, best.step_s - messages_s(best.step))
     for name, part in (("bubble", "bubble"), ("recomputation", "recomputation")):
         yield Relief(name, best.step_s - best.step.parts.get(part, 0.0))
+
+
+def links_note(found: Explanation, best: Candidate) -> str:
+    """Why no single link binds though messages cost; empty where one does, or they cost nothing."""
+    saved = {relief.name: best.step_s - relief.step_s for relief in found.reliefs}
+    each = {name: saved.get(name, 0.0) for name in LINKS}
+    if saved[MESSAGES] < 0.01 * best.step_s or max(each.values()) > 0.5 * saved[MESSAGES]:
+        return ""
+    return (
+        f"Messages cost {saved[MESSAGES]:.2f} s, but no link alone binds: a ring through several "
+        "machines goes at the rate of the slower of both links, so with one of them faster the "
+        "other bounds it; and each message still waits for those before it."
+    )
 
 
 def scenarios(prices: Prices, task: Task, best: Candidate) -> Iterator[Scenario]:

@@ -557,7 +557,8 @@ def _times(
 
 def forward_s(step: StepTime) -> float:
     parts = step.parts
-    return (step.total_s - parts.get("optimizer", 0.0) - parts.get("recomputation", 0.0)) / 3
+    others = ("optimizer", "gradient accumulation", "recomputation")
+    return (step.total_s - sum(parts.get(name, 0.0) for name in others)) / 3
 
 
 def _largest_part(dims: Dims) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.job import Dims
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
+from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.flows import ring_rate
 from stepwell.types import ConfigError
 
@@ -27,7 +28,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER = 2, 2, 12  # bytes a parameter
 class ZeroRow:
     """Bytes on a GPU; room: what is left for activations, negative if the state alone is too much.
     sent_bytes: of a GPU and step of one micro-batch, with gradients in bf16. *_s: what that takes
-    on the fast links of a machine, and between machines, whose network cards share it.
+    on the fast links of a machine, and between machines, whose network cards share it (None where
+    all GPUs are within the fast links' reach).
     fewest_gpus: from which number on the state fits, None: from none."""
 
     name: str
@@ -38,7 +40,7 @@ class ZeroRow:
     room: float
     sent_bytes: float
     scaleup_s: float
-    network_s: float
+    network_s: float | None
     fewest_gpus: int | None
 
     @property
@@ -52,7 +54,8 @@ class ZeroRow:
 
 @dataclass(frozen=True)
 class ZeroTable:
-    """links: which of the two times is this cluster's, at this number of GPUs."""
+    """links: which of the two times is this cluster's, at this number of GPUs. efficiency: of the
+    fast links and of the network, what share of their rates the times are at."""
 
     name: str
     parameters: int
@@ -60,6 +63,7 @@ class ZeroTable:
     gpu: str
     gpu_bytes: int
     links: str
+    efficiency: tuple[float, float]
     rows: tuple[ZeroRow, ...]
 
     def lines(self) -> list[str]:
@@ -78,7 +82,7 @@ class ZeroTable:
                 "fits",
                 "sent",
                 "in machine",
-                "between",
+                *(["between"] if self.links == "network" else []),
             )
         ]
         for row in self.rows:
@@ -90,7 +94,7 @@ class ZeroTable:
                     "yes" if row.fits else "no",
                     f"{row.sent_bytes / GB:,.0f} GB",
                     f"{row.scaleup_s:.2f} s",
-                    f"{row.network_s:.2f} s",
+                    *([] if row.network_s is None else [f"{row.network_s:.2f} s"]),
                 )
             )
         widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
@@ -101,7 +105,18 @@ class ZeroTable:
             )
             for row in table
         ]
-        return [head, "", *rows, "", *self.reasons()]
+        return [head, "", *rows, "", *self.reasons(), "", self._conventions()]
+
+    def _conventions(self) -> str:
+        fast, far = (f"{100 * share:.0f} %" for share in self.efficiency)
+        rates = f"{fast} of the fast links' rate"
+        if self.links == "network":
+            rates += f" and {far} of the network's"
+        return (
+            "Bytes as ZeRO counts them (1910.02054): gradients of 2 bytes a parameter. Ours are "
+            "summed up in 4 by default, and a plan counts those. Times are for one micro-batch, at "
+            f"{rates}, as in a plan, nothing hidden."
+        )
 
     def reasons(self) -> list[str]:
         """Why a stage does not fit, and what would."""
@@ -134,12 +149,20 @@ class ZeroTable:
         return {**asdict(self), "rows": rows, "reasons": self.reasons()}
 
 
-def zero_table(dims: Dims, cluster: Cluster, num_gpus: int, efficiency: float = 1.0) -> ZeroTable:
-    """The state alone; activations come on top. Times are at `efficiency` times the links' rates,
-    with nothing hidden behind computation. Raises ConfigError for less than one GPU."""
+def zero_table(
+    dims: Dims,
+    cluster: Cluster,
+    num_gpus: int,
+    efficiency: tuple[float, float] = (SHIPPED.scaleup, SHIPPED.network),
+) -> ZeroTable:
+    """The state alone; activations come on top. Times are at `efficiency` times the rates of the
+    fast links and of the network, with nothing hidden behind computation. Raises ConfigError for
+    less than one GPU."""
     if num_gpus < 1:
         raise ConfigError(f"num_gpus={num_gpus} must be at least 1")
     P, room = dims.parameters(), cluster.accelerator.memory_bytes
+    spans = cluster.spans_network(num_gpus)
+    fast, far = efficiency[0] * cluster.scaleup_bytes_per_s, _ring(cluster, efficiency)
     rows = []
     for stage, name in zip(STAGES, NAMES, strict=True):
         weights = WEIGHTS * P / (num_gpus if stage >= 3 else 1)
@@ -155,8 +178,8 @@ def zero_table(dims: Dims, cluster: Cluster, num_gpus: int, efficiency: float = 
                 optimizer=total - weights - gradients,
                 room=room - total,
                 sent_bytes=sent,
-                scaleup_s=sent / (efficiency * cluster.scaleup_bytes_per_s),
-                network_s=sent / (efficiency * ring_rate(cluster, cluster.scaleup_gpus)),
+                scaleup_s=sent / fast,
+                network_s=sent / far if spans else None,
                 fewest_gpus=fewest_gpus(stage, P, room),
             )
         )
@@ -166,9 +189,16 @@ def zero_table(dims: Dims, cluster: Cluster, num_gpus: int, efficiency: float = 
         num_gpus=num_gpus,
         gpu=cluster.accelerator.name,
         gpu_bytes=room,
-        links="network" if cluster.spans_network(num_gpus) else "scaleup",
+        links="network" if spans else "scaleup",
+        efficiency=efficiency,
         rows=tuple(rows),
     )
+
+
+def _ring(cluster: Cluster, efficiency: tuple[float, float]) -> float:
+    """Bytes a second of a ring through several machines: at the efficiency of what bounds it."""
+    rate = ring_rate(cluster, cluster.scaleup_gpus)
+    return rate * efficiency[rate < cluster.scaleup_bytes_per_s]
 
 
 def _parts(stage: int) -> tuple[int, int]:

@@ -87,11 +87,18 @@ def _scaleup_rate(machines: Cluster, num_ranks: int) -> float:
 
 def _hops(sent: Sent, near: int) -> float:
     """Rings wait for every rank in turn, reductions to all climb trees between machines, exchanges
-    go out side by side."""
+    go out side by side. Groups of one rank a machine (shards beside tensor ranks that fill it)
+    gather and scatter in a logarithmic number of steps (PAT: NCCL 2.23's release notes)."""
+    if sent.kind == "recv":
+        return 0.0  # waited for by whom it is sent
+    if sent.kind == "send":
+        return NEAR_HOP if near >= sent.num_ranks else 1.0
     machines = sent.num_ranks / near
     inside = NEAR_HOP * (near - 1)
     if sent.kind == "all-reduce":
         return 2 * (inside + log2(machines))
     if sent.kind == "all-to-all":
         return NEAR_HOP + (1.0 if machines > 1 else 0.0)
+    if near == 1 and sent.kind in ("all-gather", "reduce-scatter"):
+        return log2(machines)
     return inside + machines - 1

@@ -266,6 +266,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     inner += sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
     parts["bubble"] = _bubble(layout, inner / m, ranks)
     parts["exposed offload"] = _offload(job, forward.total + backward.total + again.total)
+    parts["gradient accumulation"] = _accumulation(layout, work, rates)
     parts["optimizer"] = _optimizer(job, work, rates)
     parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
     return _step_time(job, work, parts)
@@ -342,11 +343,15 @@ def _optimizer(job: Job, work: Work, rates: Rates) -> float:
         # Gradients go down and weights come up while the host steps those that are there.
         host = HOST_BYTES_PER_S / job.cluster.gpus_per_node
         step_s = own * max(4.0 / job.cluster.pcie_bytes_per_s, HOST_ADAMW_BYTES / host)
-    sums = 0.0
-    if not layout.reduce_every_micro_batch:
-        size = 2 if layout.gradient_precision == "bf16" else 4
-        sums = layout.num_micro_batches * work.trained_parameters * 2 * size
-    return step_s + sums / rates.memory
+    return step_s
+
+
+def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
+    """Each micro-batch's gradients are added to those before: sums are read and written."""
+    if layout.reduce_every_micro_batch:
+        return 0.0
+    size = 2 if layout.gradient_precision == "bf16" else 4
+    return layout.num_micro_batches * work.trained_parameters * 2 * size / rates.memory
 
 
 # --- communication ---------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from stepwell.plan.steptime.step import StepTime
 
 CONVENTION = "causal attention counted by half, nothing recomputed counted"
+LEAST_SHARE = 5e-4  # of a step, below which a loss is not worth a line
 
 
 class Loss(NamedTuple):
