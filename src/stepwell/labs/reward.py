@@ -69,7 +69,7 @@ class Size(NamedTuple):
 FULL = Size(
     tuple(range(500, 506)), 3, 640, 160, 16, 60, 4096, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 )
-SMALL = Size((100,), 3, 640, 160, 16, 32, 256, (1, 2, 4, 8, 16, 32, 64))
+SMALL = Size((100,), 3, 640, 160, 16, 30, 256, (1, 2, 4, 8, 16, 32, 64))
 
 
 def measure(small: bool = False) -> dict[str, Any]:
