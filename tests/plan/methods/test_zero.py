@@ -10,6 +10,7 @@ from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.job import Arrangement, Job, dims_of
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter
 from stepwell.plan.methods.zero import fewest_gpus, zero_table
+from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError
 
@@ -104,11 +105,11 @@ def test_lines_say_why_and_json_has_the_same():
     assert "are 141 GB: no number of GPUs is enough" in text
     assert "from 14 GPUs on the state fits" in text
     assert "gradients of 2 bytes a parameter" in text
-    assert "64 % of the fast links' rate, as in a plan" in text
+    assert f"{100 * SHIPPED.scaleup:.0f} % of the fast links' rate, as in a plan" in text
     assert "between" not in text.splitlines()[2]
     across = zero_table(LLAMA_70B, H100, 64).lines()
     assert "between" in across[2]
-    assert "77 % of the network's" in across[-1]
+    assert f"{100 * SHIPPED.network:.0f} % of the network's" in across[-1]
     found = json.loads(json.dumps(table.as_json()))
     assert [row["total"] for row in found["rows"]] == [row.total for row in table.rows]
     assert found["rows"][3]["fewest_gpus"] == 14

@@ -81,21 +81,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.908,
-    matmul_8=0.945,
-    matmul_4=0.712,
+    matmul_16=0.909,
+    matmul_8=0.947,
+    matmul_4=0.714,
     sustained=0.854,
-    attention=0.557,
+    attention=0.555,
     attention_older=0.521,
-    attention_triton=0.74,
+    attention_triton=0.742,
     memory=0.814,
-    eager=2.01,
-    scaleup=0.637,
-    network=0.766,
-    hop_s=3.95e-05,
+    eager=2.02,
+    scaleup=0.638,
+    network=0.764,
+    hop_s=3.54e-05,
     launch_s=2.73e-05,
-    contention=0.682,
-    straggling=0.00292,
+    contention=0.688,
+    straggling=0.00302,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
