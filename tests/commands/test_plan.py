@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from stepwell.commands.plan_options import (
     DECIMAL,
     GROUPS,
     OPTIONS,
+    check_read,
     help_text,
     measured,
     number,
@@ -44,8 +46,13 @@ def test_numbers_with_units():
         with pytest.raises(ConfigError, match=said):
             number("--x", text, BINARY)
     assert measured("mfu=35%") == {"mfu": 0.35}
-    for text in ("mfu", "mfu=fast"):
-        with pytest.raises(ConfigError, match="KEY=NUMBER"):
+    assert measured("mfu=1") == measured("mfu=100%") == {"mfu": 1}
+    for text, said in (("mfu", "KEY=NUMBER"), ("mfu=fast", "KEY=NUMBER"),
+                       ("mfu=35", "mfu=0.35, or mfu=35%"), ("mfu=101%", "more than the peak"),
+                       ("foo=1", "'foo' is none of step_s, mfu"), ("mfuu=1", "did you mean 'mfu'"),
+                       ("step_s=3%", "only mfu is a share"), ("step_s=0", "above 0"),
+                       ("step_s=nan", "above 0"), ("step_s=inf", "finite")):  # fmt: skip
+        with pytest.raises(ConfigError, match=re.escape(said)):
             measured(text)
 
 
@@ -69,6 +76,7 @@ def test_options_become_pins():
         (["--zero", "4"], "must be one of 0, 1, 2, 3"),
         (["--offload", "optimiser"], "did you mean 'optimizer'"),
         (["a", "b"], "two recipes"),
+        (["--measured", "mfu=0.3", "--measured", "step_s=3"], "step_s= beside another"),
         (["--headroom", "x"], "number of GiB"),
         (["--headroom", "-1"], "nearest legal value is 0"),
     ],
@@ -90,6 +98,15 @@ def test_a_wrong_command_line_is_named(words, said):
         (["llama3-8b-pretrain", "--gpus", "63"], "dp_shard"),
         (["--model", "llama3-8b", "--gpus", "8", "--gpu", "h100-sx"], "did you mean 'h100-sxm"),
         (["--model", "mixtral-8x7b", "--gpus", "8", "--method", "dpo"], "does not have mixture"),
+        (["llama3-8b-pretrain", "--measured", "step_s=3"], "MFU of 107 %"),
+        (["llama3-8b-pretrain", "--measured", "foo=1"], "'foo' is none of"),
+        (["llama3-8b-pretrain", "--validate", "x.csv"], "llama3-8b-pretrain is not read with"),
+        (["--validate", "x.csv", "--model.d_ff", "9"], "--model.d_ff is not read with --validate"),
+        (["--model.num_layers", "32", "--gpus", "8"], "--model.d_model must be given"),
+        ([*SMALL, "--quick", "--write", "/dev/null/x.toml"], "/dev/null is a file"),
+        ([*SMALL, "--quick", "--html", "/proc/none/x.html"], "/proc cannot be written to"),
+        ([*SMALL, "--quick", "--html", "/tmp"], "/tmp is a folder"),
+        ([*SMALL, "--method", "dpo", "--tp", "5"], "--tp 5 must divide the 8 GPUs"),
     ],
 )
 def test_what_cannot_be_planned_exits_2(capsys, words, said):
@@ -98,17 +115,57 @@ def test_what_cannot_be_planned_exits_2(capsys, words, said):
     assert said in err
 
 
+METHOD_ONLY = {"prompts", "group-size", "prompt-tokens", "answer-tokens", "lora-rank"}
+LAYOUT = {option.name for option in GROUPS["Held fixed"]}
+OUTPUT = {"quick", "top", "html", "write"}
+TASK = {"seq-len", "global-batch-tokens", "tokens"}
+BESIDE_A_METHOD = (
+    OUTPUT
+    | {"measured", "dry-run", "tokens"}
+    | LAYOUT - {*("tp", "max-tp", "recompute", "micro-batch", "headroom")}
+)
+QUESTIONS = {"validate", "zero-table", "method"}
+
+
+@pytest.mark.parametrize(
+    ("words", "unread"),
+    [
+        ([], METHOD_ONLY),
+        (["--method", "pretrain"], METHOD_ONLY),
+        (["recipe"], METHOD_ONLY | TASK | {"top", "zero-table", "method"}),
+        (
+            ["--zero-table"],
+            METHOD_ONLY | TASK | LAYOUT | OUTPUT | {"measured", "dry-run", "method"},
+        ),
+        (["--method", "ppo"], BESIDE_A_METHOD | TASK),
+        (["--method", "qlora"], BESIDE_A_METHOD | METHOD_ONLY - {"lora-rank"}),
+        (["--validate", "x.csv"], set(OPTIONS) - {"validate", "json"}),
+    ],
+)
+def test_what_a_question_does_not_read_is_refused(words, unread):
+    begun = parse(words)
+    for name, option in OPTIONS.items():
+        value = {"choice": option.choices[-1:], "switch": [True]}.get(option.kind, [2])[0]
+        asked = replace(begun, given={**begun.given, name: value})
+        if name in unread - set(begun.given):
+            with pytest.raises(ConfigError, match=f"--{name} is not read"):
+                check_read(asked)
+        elif name not in QUESTIONS:  # which would be another question
+            check_read(asked)
+
+
 def test_help_names_every_option():
-    text = help_text()
-    for name in OPTIONS:
-        assert f"--{name}" in text
-    assert "llama3-405b" in text
-    assert max(map(len, text.splitlines())) <= 300
+    lines = help_text().splitlines()
+    for option in OPTIONS.values():
+        words = f"  --{option.name} {option.metavar}".rstrip()
+        assert any(line.startswith(words + "  ") and line.endswith(option.help) for line in lines)
+    assert any("llama3-405b" in line for line in lines)
+    assert max(map(len, lines)) <= 110
     assert all(option.help for group in GROUPS.values() for option in group)
 
 
 def test_a_model_is_searched_and_explained(capsys, tmp_path):
-    recipe, page = tmp_path / "planned.toml", tmp_path / "plan.html"
+    recipe, page = tmp_path / "new" / "planned.toml", tmp_path / "plan.html"
     words = [*SMALL, "--quick", "--max-cp", "1", "--tokens", "1T"]
     code, out, _ = run(capsys, *words, "--write", str(recipe), "--html", str(page))
     assert code == 0
@@ -118,9 +175,12 @@ def test_a_model_is_searched_and_explained(capsys, tmp_path):
     planned = Run.load(recipe)
     assert planned.model.d_ff == preset("llama3-8b").d_ff
     check_run(planned, 8)
+    said = re.search(r"([\d.]+) GiB a GPU.*\n# ([\d.]+) GiB of them are", recipe.read_text("utf-8"))
+    assert said is not None
+    assert float(said[2]) < float(said[1])
     assert "</html>" in page.read_text("utf-8")
     assert main(["pretrain", str(recipe), "--check"]) == 0
-    capsys.readouterr()
+    assert f"{said[2]} GiB" in capsys.readouterr().out  # the same figure
 
 
 def test_what_nobody_said_is_told(capsys):
@@ -150,7 +210,7 @@ def test_what_does_not_fit_exits_1_and_says_from_where_on(capsys):
     code, out, err = run(capsys, *words)
     assert (code, out) == (1, "")
     assert "needs" in err
-    assert "--gpus 128" in err or "--gpus 64" in err
+    assert "the nearest number that something fits on is --gpus 96" in err
     code, out, _ = run(capsys, *words, "--json")
     assert code == 1
     assert json.loads(out)["fits"] is False
@@ -166,6 +226,27 @@ def test_a_recipe_as_configured(capsys):
     code, out, _ = run(capsys, *words, "--json", "--train.micro_batch_rows", "16")
     assert code == 1  # 16 rows of activations
     assert json.loads(out)["fits"] is False
+
+
+def test_a_measured_step_of_a_model(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    words = ["--model", "llama3-8b", "--gpus", "16", "--global-batch-tokens", "512k", "--quick"]
+    words += ["--zero", "3", "--tp", "1", "--cp", "1", "--pp", "1", "--measured", "mfu=20%"]
+    code, out, _ = run(capsys, *words, "--html", str(page))
+    assert code == 0
+    for part in ("Measured against predicted", "the network", "Knobs by predicted gain",
+                 "(--tp 1 --cp 1 --pp 1 --zero 3)"):  # fmt: skip
+        assert part in re.sub(r"\s+", " ", out)
+    assert "Measured against predicted" in page.read_text("utf-8")
+    _, out, _ = run(capsys, *words, "--json")
+    found = json.loads(out)
+    assert found["measured"]["suspects"]
+    assert found["measured"]["time/step_s"] == pytest.approx(
+        found["mfu"] * found["time/step_s"] / 0.2
+    )
+    code, _, err = run(capsys, *words[:-1], "step_s=0.001")
+    assert code == 2
+    assert "cannot be" in err
 
 
 def test_a_recipe_whose_weights_are_not_there(capsys):
@@ -211,6 +292,26 @@ def test_zero_table_and_methods(capsys):
     code, out, _ = run(capsys, "--model", "llama3-8b", "--gpus", "8", "--method", "qlora")
     assert code == 0
     assert "fits" in out
+
+
+def test_a_method_honours_what_is_held_fixed(capsys):
+    words = ["--model", "smollm2-1.7b", "--gpus", "8", "--method", "dpo", "--json"]
+    _, out, _ = run(capsys, *words)
+    free = json.loads(out)["asked"]
+    held = ["--tp", "2", "--recompute", "full", "--micro-batch", "2", "--headroom", "20"]
+    more = ["--seq-len", "1k", "--global-batch-tokens", "256k"]
+    _, out, _ = run(capsys, *words, *held, *more)
+    found = json.loads(out)
+    asked = found["asked"]
+    assert asked["settings"]["layout.tp"] == 2
+    assert asked["settings"]["remat.mode"] == "full"
+    assert "micro-batch 2" in asked["layout"]
+    assert asked["limit"] == free["limit"] - 20 * 2**30
+    assert (found["workload"]["seq_len"], found["workload"]["rows"]) == (1024, 256)
+    assert found["pins"]["headroom_bytes"] == 20 * 2**30
+    code, _, err = run(capsys, *words, "--global-batch-tokens", "1k")
+    assert code == 2
+    assert "no row of 2,048 tokens" in err
 
 
 def test_a_dry_run_counts_what_was_predicted():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,17 +13,20 @@ from typing import Any
 import tomli_w
 
 from stepwell.commands import plan_text
-from stepwell.commands.plan_options import Asked, help_text, parse
+from stepwell.commands.plan_options import Asked, check_read, help_text, parse
 from stepwell.commands.ranks import fewest_ranks
 from stepwell.commands.training import find_recipe, with_weights
 from stepwell.config import Run
+from stepwell.files import write_text
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster, cluster, read_cluster
 from stepwell.plan.dims import Subject, find_model
 from stepwell.plan.explain.answer import Review, Searched, as_json, review_json
-from stepwell.plan.explain.knobs import gap, knobs, measured_step_s, together
+from stepwell.plan.explain.knobs import Gap, gap, knobs, measured_step_s, together
 from stepwell.plan.explain.reasons import explain
-from stepwell.plan.job import job_of
+from stepwell.plan.job import Job, job_of
+from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.search.checks import pins_text
 from stepwell.plan.search.runs import run_of, values_of
 from stepwell.plan.search.search import (
     Candidate,
@@ -57,6 +60,10 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0
     asked = parse(argv)
+    check_read(asked)
+    for name in ("write", "html"):
+        if name in asked.given:
+            check_writable(f"--{name}", Path(asked.given[name]))
     if "validate" in asked.given:
         return _validate(asked)
     if asked.recipe is not None:
@@ -92,6 +99,7 @@ def _model(asked: Asked, subject: Subject) -> int:
     )
     if not ranking.found:
         return _nothing_fits(asked, ranking)
+    measured = _gap(asked, ranking.best.job)
     if subject.missing:
         found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
         ranking = replace(ranking, found=tuple(found))
@@ -103,7 +111,8 @@ def _model(asked: Asked, subject: Subject) -> int:
         batches=tuple(batches(ranking, prices)) if deep else (),
         knobs=tuple(knobs(prices, ranking.task, ranking.best.layout, subject.config)),
         training_tokens=asked.get("tokens"),
-        assumed=_assumed_of_model(asked, ranking.task),
+        assumed=_assumed_of_model(asked, subject, ranking.task),
+        gap=measured,
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -118,8 +127,20 @@ def _model(asked: Asked, subject: Subject) -> int:
     return 0
 
 
-def _assumed_of_model(asked: Asked, task: Task) -> tuple[str, ...]:
-    found = []
+def _gap(asked: Asked, job: Job) -> Gap | None:
+    if "measured" not in asked.given:
+        return None
+    return gap(job, measured_step_s(asked.given["measured"], job))
+
+
+def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, ...]:
+    found = [*subject.assumed]
+    if "measured" in asked.given:
+        pins = pins_text(asked.pins) or "nothing"
+        found.append(
+            f"the layout that was measured is the fastest with what is held fixed ({pins}); hold "
+            "fixed what it has"
+        )
     if "gpu" not in asked.given and "cluster" not in asked.given:
         found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")
     if "seq-len" not in asked.given:
@@ -133,7 +154,7 @@ def _assumed_of_model(asked: Asked, task: Task) -> tuple[str, ...]:
 
 
 def _nothing_fits(asked: Asked, ranking: Any) -> int:
-    more = fewest_gpus(ranking.task)
+    more = fewest_gpus(ranking.task) if ranking.closest is not None else None
     text = nothing_fits(ranking)
     if more is not None:
         text += f"\nthe nearest number that something fits on is --gpus {more}"
@@ -185,6 +206,7 @@ def _recipe(asked: Asked) -> int:
     task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, run, world)
+    measured = _gap(asked, job)
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
         tokens = task.rows * task.seq_len
@@ -192,9 +214,6 @@ def _recipe(asked: Asked) -> int:
             job.dims, machines, world, task.seq_len, tokens, None, run.model, 1.0, prices
         )
         fastest = ranking.found[0] if ranking.found else None
-    measured = None
-    if "measured" in asked.given:
-        measured = gap(job, measured_step_s(asked.given["measured"], job))
     review = Review(
         run=run,
         task=task,
@@ -303,21 +322,34 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
     does not have."""
     if subject.config is None:
         raise ConfigError(f"--write: the engine does not have {subject.missing} yet")
-    as_run(best, subject.config)
+    exact = as_run(best, subject.config).exact
+    assert exact is not None
     values = values_of(subject.config, best.layout, path.stem)
     head = (
         f"# {best.layout.num_gpus} x {best.job.cluster.name}, planned: {best.step_s:.2f} s a step, "
         f"MFU {100 * best.step.mfu:.1f} %, {best.peak_bytes / 2**30:.1f} GiB a GPU.\n"
+        f"# {exact.peak_bytes / 2**30:.1f} GiB of them are tensors, as `stepwell pretrain --check` "
+        "says; the rest is\n# fragmentation, the driver's context and communicators' buffers.\n"
         "# Still to say: data.sources and data.tokenizer, optim, train.steps.\n"
     )
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
+    write_text(path, head + tomli_w.dumps(values))
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Before a search is spent on it. Folders are made where they are missing. Raises
+    ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; give a file in it")
+    above = next(p for p in path.absolute().parents if p.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{option} {path}: {above} is a file, not a folder")
     try:
-        temporary.write_text(head + tomli_w.dumps(values), "utf-8")
-        temporary.replace(path)
+        with tempfile.TemporaryFile(dir=above):
+            pass
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
+        raise ConfigError(
+            f"{option} {path}: {above} cannot be written to ({error.strerror}); give another place"
+        ) from error
 
 
 def _method(asked: Asked, subject: Subject) -> int:
@@ -327,6 +359,8 @@ def _method(asked: Asked, subject: Subject) -> int:
     if subject.config is None:
         raise ConfigError(f"--method {method}: the engine does not have {subject.missing} yet")
     given = {field: asked.given[name] for name, field in WORKLOAD.items() if name in asked.given}
+    if "global-batch-tokens" in asked.given:
+        given["rows"] = rows_of(asked)
     found = plan_method(
         method,
         subject.config,
@@ -335,14 +369,24 @@ def _method(asked: Asked, subject: Subject) -> int:
         usual_workload(method, given) if given else None,
         name=subject.name,
         lora_rank=asked.get("lora-rank", 16),
+        pins=asked.pins,
     )
     print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
     return 0 if found.fits or found.nearest is not None else 1
 
 
-def usual_workload(method: str, given: dict[str, int]) -> Any:
-    """The method's usual work with the values that were given."""
-    from stepwell.plan.methods.rollouts import Workload
+def rows_of(asked: Asked) -> int:
+    """Of a step of a method that does not sample. Raises ConfigError for less than one."""
+    seq_len, tokens = asked.get("seq-len", Workload.seq_len), asked.given["global-batch-tokens"]
+    if tokens < seq_len:
+        raise ConfigError(
+            f"--global-batch-tokens {tokens:,} has no row of {seq_len:,} tokens; the nearest is "
+            f"--global-batch-tokens {seq_len}"
+        )
+    return round(tokens / seq_len)
 
+
+def usual_workload(method: str, given: dict[str, int]) -> Workload:
+    """The method's usual work with the values that were given."""
     usual = {"prompts": 512, "group_size": 1} if method == "ppo" else {}
     return Workload(**{**usual, **given})

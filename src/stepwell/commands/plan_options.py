@@ -3,13 +3,16 @@ torch."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from stepwell.hardware import GIB
 from stepwell.plan.dims import EXPERT_KEYS, PLANNED
+from stepwell.plan.explain.knobs import MEASURES
 from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError, nearest
@@ -17,6 +20,8 @@ from stepwell.types import ConfigError, nearest
 METHODS = ("pretrain", "ppo", "dpo", "grpo", "lora", "qlora")
 # Of context lengths and batches, as they are usually written: 8k is 8,192.
 BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "b": 2**30}
+HELP_WIDTH = 92
+WIDTH = 38  # of an option in the help, or more
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 
 
@@ -82,7 +87,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("headroom", "GIB", "memory of a GPU that must stay free", "gib"),
     ),
     "Other questions": (
-        Option("measured", "KEY=X", "step_s=, mfu=, tokens_per_s= ...: what explains it"),
+        Option("measured", "KEY=X", "step_s=, mfu=, tokens_per_s= ... of it: what explains it"),
         Option("zero-table", "", "DDP and ZeRO 1, 2, 3 beside each other", "switch"),
         Option("dry-run", "", "one step of the real program on fake ranks (torch)", "switch"),
         Option("validate", "FILE", "score the predictions on measured runs in a CSV"),
@@ -123,6 +128,71 @@ class Asked:
         return Pins(**values, headroom_bytes=self.given.get("headroom", 0) * GIB)
 
 
+SAMPLED = ("ppo", "grpo")
+OF_SAMPLING = ("prompts", "group-size", "prompt-tokens", "answer-tokens")
+OF_ROWS = ("seq-len", "global-batch-tokens")
+MACHINES = ("gpus", "gpu", "cluster")
+OF_A_METHOD = ("tp", "max-tp", "recompute", "micro-batch", "headroom")
+OF_A_MODEL = ("model", *MACHINES, "json")
+
+
+def check_read(asked: Asked) -> None:
+    """Raises ConfigError for an option that the question asked does not read, with where it is."""
+    if "validate" in asked.given and (asked.recipe or asked.overrides):
+        name = asked.recipe or f"--{next(iter(asked.overrides))}"
+        raise ConfigError(f"{name} is not read with --validate; ask for one thing at a time")
+    what, read = _question(asked)
+    method = asked.get("method", "pretrain")
+    for name in asked.given:
+        if name in read or (name == "method" and method == "pretrain"):
+            continue
+        raise ConfigError(f"--{name} is not read {what}{_instead(asked, name)}")
+
+
+def _question(asked: Asked) -> tuple[str, Collection[str]]:
+    """In words, and the options that belong to it."""
+    method = asked.get("method", "pretrain")
+    if "validate" in asked.given:
+        return "with --validate", ("validate", "json")
+    if asked.recipe is not None:
+        pins = [option.name for option in GROUPS["Held fixed"]]  # refused with advice of their own
+        others = ("model", *MACHINES, "measured", "dry-run", "quick", "json", "html", "write")
+        return "with a recipe", (*others, *pins)
+    if "zero-table" in asked.given:
+        return "with --zero-table", ("zero-table", *OF_A_MODEL)
+    if method != "pretrain":
+        work = OF_SAMPLING if method in SAMPLED else OF_ROWS
+        read = ("method", "lora-rank", *work, *OF_A_MODEL, *OF_A_METHOD)
+        return f"with --method {method}", read
+    beside = (*OF_SAMPLING, "lora-rank", "validate", "zero-table")
+    return "without --method", [name for name in OPTIONS if name not in beside]
+
+
+def _instead(asked: Asked, name: str) -> str:
+    """What does what was wanted, or what the question reads."""
+    method = asked.get("method", "pretrain")
+    if asked.recipe is not None:
+        keys = {"seq-len": "data.seq_len", "global-batch-tokens": "train.global_batch_rows"}
+        if name in keys:
+            return f"; a recipe says it itself: --{keys[name]}"
+        return "; a recipe is planned as it is configured" if name == "method" else ""
+    if "zero-table" in asked.given or "validate" in asked.given:
+        return "; ask for one thing at a time"
+    if method == "pretrain":
+        known = SAMPLED if name in OF_SAMPLING else METHODS[1:]
+        return f" ({OPTIONS[name].help}); give --method, one of {', '.join(known)}"
+    if name in OF_ROWS:
+        return "; its rows are a prompt with an answer: --prompt-tokens, --answer-tokens, --prompts"
+    if name in OF_SAMPLING:
+        return f", which samples nothing; its rows are {' and '.join(f'--{n}' for n in OF_ROWS)}"
+    if name == "dry-run":
+        return "; a recipe of the method can be run dry: stepwell plan RECIPE --dry-run"
+    if name in ("html", "write", "top"):
+        return "; its text and --json list the settings of each placement"
+    held = ", ".join(f"--{n}" for n in OF_A_METHOD)
+    return f": where models are placed is searched; what can be held fixed is {held}"
+
+
 def parse(argv: Sequence[str]) -> Asked:
     """Raises ConfigError that names the nearest option or value."""
     asked, rest = Asked(), list(argv)
@@ -158,7 +228,10 @@ def _store(asked: Asked, option: Option | None, name: str, value: str) -> None:
     key = name.replace("-", "_") if option is None else option.name
     place = asked.overrides if option is None else asked.given
     if key == "measured":
-        asked.given.setdefault(key, {}).update(measured(value))
+        found = measured(value)
+        if key in place:
+            raise ConfigError(f"--measured {next(iter(found))}= beside another; give one of them")
+        asked.given[key] = found
         return
     if key in place:
         raise ConfigError(f"--{name} is given twice; give it once")
@@ -223,8 +296,13 @@ def words(name: str, text: str) -> tuple[str, ...]:
 
 
 def measured(text: str) -> dict[str, float]:
-    """`step_s=12.3`; a percent sign is understood."""
+    """`step_s=12.3`; a percent sign is understood of mfu. Raises ConfigError for another name, and
+    for a share above 1."""
     key, equals, value = text.partition("=")
+    if equals and key not in MEASURES:
+        raise ConfigError(
+            f"--measured {text!r}: {key!r} is none of {', '.join(MEASURES)}{nearest(key, MEASURES)}"
+        )
     try:
         found = float(value.removesuffix("%"))
     except ValueError:
@@ -233,7 +311,17 @@ def measured(text: str) -> dict[str, float]:
         raise ConfigError(
             f"--measured {text!r} must be KEY=NUMBER, such as step_s=12.3 or mfu=0.35"
         )
-    return {key: found / 100 if value.endswith("%") else found}
+    if value.endswith("%") and key != "mfu":
+        raise ConfigError(f"--measured {text!r}: only mfu is a share; leave the % out")
+    found = found / 100 if value.endswith("%") else found
+    if not 0 < found < math.inf:
+        raise ConfigError(f"--measured {text!r} must be above 0, and finite")
+    if key == "mfu" and found > 1:
+        raise ConfigError(
+            f"--measured {text!r} is more than the peak; a share is below 1, so perhaps "
+            f"mfu={found / 100:g}, or mfu={found:g}%"
+        )
+    return {key: found}
 
 
 def help_text() -> str:
@@ -245,19 +333,24 @@ def help_text() -> str:
         "searches the layouts and says why each axis is what it is. With a recipe: that run, as",
         "configured, and what would make it faster.",
         "",
-        f"Presets: {', '.join([*PRESETS, *PLANNED])}.",
-        "Dimensions: --model.num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff,",
-        "vocab_size, tied; of experts: " + ", ".join(f"--{key}" for key in EXPERT_KEYS) + ".",
+        *textwrap.wrap(f"Presets: {', '.join([*PRESETS, *PLANNED])}.", HELP_WIDTH),
+        *textwrap.wrap(
+            "Dimensions: --model.num_layers, d_model (without --model both are needed, the rest is "
+            "derived), num_heads, num_kv_heads, head_dim, d_ff, vocab_size, tied; of experts: "
+            f"{', '.join(f'--{key}' for key in EXPERT_KEYS)}.",
+            HELP_WIDTH,
+            break_on_hyphens=False,
+        ),
     ]
     for title, options in GROUPS.items():
         lines += ["", f"{title}:"]
-        for option in options:
-            left = f"--{option.name} {option.metavar}".strip()
-            lines.append(f"  {left:<38}{option.help}")
+        left = {option: f"--{option.name} {option.metavar}".strip() for option in options}
+        width = max(WIDTH, 2 + max(map(len, left.values())))
+        lines += [f"  {words:<{width}}{option.help}" for option, words in left.items()]
     lines += [
         "",
-        "Exit code: 0 it fits; 1 it does not; 2 a wrong command line or an impossible layout; 3 a",
-        "table of runs that cannot be read.",
+        "What a question does not read is refused. Exit code: 0 it fits; 1 it does not; 2 a wrong",
+        "command line or an impossible layout; 3 a table of runs that cannot be read.",
         "",
         "  stepwell plan --model llama3-405b --gpus 1024 --gpu h100-sxm --seq-len 8k \\",
         "    --global-batch-tokens 16M",

@@ -55,6 +55,9 @@ def searched(answer: Searched, most: int) -> Group:
         parts.append(
             note(f"Nothing fits without offload; {' and '.join(ranking.offload)} go to the host.")
         )
+    if answer.gap is not None:
+        parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
+        parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
     if answer.training_tokens:
         parts += ["", training_text(best, answer.training_tokens)]
     parts += ["", title("Why"), *reasons(answer)]

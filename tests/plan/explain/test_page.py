@@ -144,8 +144,8 @@ def test_a_run_as_configured_has_a_page(tmp_path):
     page = Page(path.read_text("utf-8"))
     assert "gap" in page.ids
     assert [p.name for p in tmp_path.iterdir()] == ["a.html"]
-    with pytest.raises(OSError, match="nowhere"):
-        write_page(Review(run, task, found, (), (), None, None, ()), tmp_path / "nowhere" / "a")
+    with pytest.raises(OSError, match="a.html"):  # a file, not a folder
+        write_page(Review(run, task, found, (), (), None, None, ()), tmp_path / "a.html" / "b")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium on the PATH")

@@ -264,7 +264,6 @@ def test_what_was_measured_in_any_unit(review):
     for given in (
         {"step_s": step.total_s},
         {"mfu": step.mfu},
-        {"mfu": 100 * step.mfu},
         {"tokens_per_s": review.candidate.tokens_per_s},
         {"tokens_per_s_per_gpu": step.tokens_per_s_per_gpu},
     ):
@@ -273,6 +272,11 @@ def test_what_was_measured_in_any_unit(review):
         measured_step_s({"speed": 1.0}, job)
     with pytest.raises(ConfigError, match="above 0"):
         measured_step_s({"mfu": 0.0}, job)
+    # No step takes less than its products at the peak rate.
+    assert measured_step_s({"mfu": 1.0}, job) == pytest.approx(step.mfu * step.total_s)
+    for given in ({"mfu": 1.001}, {"step_s": 0.999 * step.mfu * step.total_s}):
+        with pytest.raises(ConfigError, match="cannot be.*an MFU of 100 %.*peak rate of 64"):
+            measured_step_s(given, job)
     with pytest.raises(ConfigError, match="above 0"):
         gap(job, 0)
 

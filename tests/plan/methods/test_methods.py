@@ -34,6 +34,7 @@ from stepwell.plan.methods.placements import (
     variants,
 )
 from stepwell.plan.methods.rollouts import Workload, weight_bytes
+from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks
 from stepwell.sections.model import ModelConfig
@@ -95,10 +96,67 @@ def test_qlora_of_70b_fits_on_one_gpu():
     assert found.fits
     assert found.asked.models["policy"].parameters == pytest.approx(39.5e9, rel=0.02)
     assert 35e9 < found.asked.models["policy"].parameters < 40e9
+    assert "1 GPU trains" in "\n".join(found.lines())
     assert not plan("lora", "llama3-70b", 1).fits  # 141 GB in 16 bits
     nearest = plan("lora", "llama3-70b", 1).nearest
     assert nearest is not None
     assert nearest.placement.adapters == "qlora"
+
+
+def test_what_every_gpu_has_whole_is_not_told_as_bytes_a_parameter(ppo_70b):
+    """A base in 4 bits is on each GPU: eight copies are not one of eight times the size."""
+    one, eight = plan("qlora", "llama3-70b", 1), plan("qlora", "llama3-70b", 8)
+    assert eight.bytes_per_parameter == one.bytes_per_parameter < 0.65
+    assert eight.held_bytes == pytest.approx(8 * eight.asked.models["policy"].total)
+    assert eight.held_bytes > 6 * eight.state_bytes
+    assert one.held_bytes == pytest.approx(one.state_bytes, rel=1e-3)
+    told = "\n".join(eight.lines())
+    assert "43 GB a copy, 290 GB on 8 GPUs, each of which has the base in 4 bits whole" in told
+    assert "a copy" not in "\n".join(one.lines())
+    whole = plan("lora", "llama3-70b", 8)
+    assert whole.held_bytes < 1.1 * whole.state_bytes  # adapters, in part, on each tensor rank
+    assert "a copy" not in "\n".join(whole.lines())
+    assert "each of which has the reward model whole" in "\n".join(ppo_70b.lines())
+
+
+def test_the_text_says_of_what_and_why():
+    found = plan("dpo", "llama3-70b", 8)
+    told = "\n".join(found.lines())
+    assert "a step's work: pairs of answers in 64 rows of 2,048 tokens" in told
+    assert "84.9 GB (79.1 GiB; 1 GB is 10^9 bytes), 84.1 of them usable" in told
+    assert found.asked.settings["layout.tp"] == 8
+    assert "TP 8 comes nearest: at TP 1 training needs" in told
+    assert found.nearest is not None
+    assert "TP 8 because at TP 1 training needs" in found.nearest.why_tp
+    at_one = plan("dpo", "llama3-70b", 8, pins=Pins(tp=1)).asked
+    assert at_one.why_tp == ""
+    assert f"needs {at_one.peak / 1e9:,.1f} GB" in told
+    # Where the optimiser steps on the host, what is left on the GPU is not called its master.
+    assert "float32 weights 35.3" in told
+    assert "master 35.3" not in told
+    work = Workload(prompts=7, group_size=4, prompt_tokens=100, answer_tokens=200, updates=2)
+    told = "\n".join(plan("grpo", "smollm2-360m", 8, workload=work).lines())
+    assert "7 prompts of 100 tokens, 4 answers of up to 200 to each, gone through 2 times" in told
+
+
+def test_both_sides_of_what_is_held_fixed():
+    free = plan("dpo", "smollm2-360m", 8).asked
+    held = plan("dpo", "smollm2-360m", 8, pins=Pins(recompute="full", micro_batch_rows=2)).asked
+    assert free.settings["remat.mode"] == "none"
+    assert held.settings["remat.mode"] == "full"
+    assert "micro-batch 2" in held.layout
+    spare = free.limit - held.peak
+    for more, fits in ((-1e6, True), (1e6, False)):
+        pins = Pins(recompute="full", micro_batch_rows=2, headroom_bytes=spare + more)
+        assert plan("dpo", "smollm2-360m", 8, pins=pins).fits is fits
+    for pins, said in ((Pins(pp=2), "--pp is not held fixed.*--micro-batch, --headroom"),
+                       (Pins(tp=3), "--tp 3 must divide the 8 GPUs"),
+                       (Pins(tp=8, max_tp=4), "--tp 8 is more than --max-tp 4"),
+                       (Pins(headroom_bytes=80 * GIB), "80: a h100-sxm has")):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            plan("dpo", "smollm2-360m", 8, pins=pins)
+    with pytest.raises(ConfigError, match="with --tp 2: lora.quantize='nf4'"):
+        plan("qlora", "llama3-8b", 8, pins=Pins(tp=2))
 
 
 def test_dpo_of_70b_needs_more_gpus_or_the_host():

@@ -22,7 +22,7 @@ from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 @dataclass(frozen=True)
 class Searched:
     """batches: searches with other batches. training_tokens: of the whole training, if known.
-    assumed: what nobody said."""
+    assumed: what nobody said. gap: of a measured step to that of the best layout."""
 
     ranking: Ranking
     explanation: Explanation
@@ -31,6 +31,7 @@ class Searched:
     knobs: tuple[Knob, ...]
     training_tokens: int | None = None
     assumed: tuple[str, ...] = ()
+    gap: Gap | None = None
 
     @property
     def best(self) -> Candidate:
@@ -187,6 +188,8 @@ def as_json(searched: Searched, most: int) -> dict[str, Any]:
     }
     if searched.training_tokens:
         values["training"] = training(searched.best, searched.training_tokens)
+    if searched.gap is not None:
+        values["measured"] = gap_json(searched.gap)
     return values
 
 
@@ -250,9 +253,13 @@ def review_json(review: Review) -> dict[str, Any]:
         "fastest": candidate_json(review.fastest, full=False) if review.fastest else None,
     }
     if review.gap is not None:
-        values["measured"] = {
-            "time/step_s": review.gap.measured_s,
-            "predicted_s": review.gap.predicted_s,
-            "suspects": [asdict(suspect) for suspect in review.gap.suspects],
-        }
+        values["measured"] = gap_json(review.gap)
     return values
+
+
+def gap_json(found: Gap) -> dict[str, Any]:
+    return {
+        "time/step_s": found.measured_s,
+        "predicted_s": found.predicted_s,
+        "suspects": [asdict(suspect) for suspect in found.suspects],
+    }

@@ -21,6 +21,8 @@ from stepwell.types import ConfigError
 LEAST_GAIN = 0.003  # of a step; below that a knob is not worth a line
 LEAST_COMBINED_GAIN = 0.005
 MOST_COMBINED = 5
+# What can be measured of a step.
+MEASURES = ("step_s", "mfu", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu")
 
 
 @dataclass(frozen=True)
@@ -271,11 +273,12 @@ def _factor(seconds: Callable[[float], float], wanted_s: float) -> float | None:
 
 def measured_step_s(given: Mapping[str, float], job: Job) -> float:
     """Seconds of a step from what was measured: step_s, mfu or tokens_per_s (of all GPUs), or
-    tokens_per_s_per_gpu, or tflops_per_gpu. Raises ConfigError for other names, or several."""
+    tokens_per_s_per_gpu, or tflops_per_gpu. Raises ConfigError for other names, or several, and for
+    a step faster than the useful products take at the peak rate."""
     step, layout = predict_step(job), job.layout
     ways: dict[str, Callable[[float], float]] = {
         "step_s": lambda x: x,
-        "mfu": lambda x: step.model_flops / step.peak_flops_per_s / (x / 100 if x > 1 else x),
+        "mfu": lambda x: step.model_flops / step.peak_flops_per_s / x,
         "tokens_per_s": lambda x: layout.global_batch_tokens / x,
         "tokens_per_s_per_gpu": lambda x: layout.global_batch_tokens / layout.num_gpus / x,
         "tflops_per_gpu": lambda x: step.model_flops / x / 1e12,
@@ -288,4 +291,12 @@ def measured_step_s(given: Mapping[str, float], job: Job) -> float:
     name, value = next(iter(given.items()))
     if not value > 0:
         raise ConfigError(f"--measured {name}={value:g} must be above 0")
-    return ways[name](value)
+    seconds, least = ways[name](value), step.model_flops / step.peak_flops_per_s
+    if seconds < least * (1 - 1e-9):
+        raise ConfigError(
+            f"--measured {name}={value:g} cannot be: a step of {seconds:.3g} s would be an MFU of "
+            f"{100 * least / seconds:.0f} %; at the peak rate of {layout.num_gpus:,} x "
+            f"{job.cluster.name} its products alone take {least:.4g} s. Is it of another model, "
+            "batch or number of GPUs?"
+        )
+    return seconds

@@ -4,15 +4,15 @@ what else there was. Self-contained; worth printing. No torch."""
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stepwell.files import write_text
 from stepwell.plan.explain import pictures
 from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
-from stepwell.plan.explain.knobs import Knob
+from stepwell.plan.explain.knobs import Gap, Knob
 from stepwell.plan.explain.reasons import change_text, count_text, links_note
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.search import Candidate
@@ -43,14 +43,7 @@ class Rows(NamedTuple):
 def write_page(answer: Searched | Review, path: Path) -> Path:
     """The page, whole or not at all."""
     text = render(answer)
-    temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        error.filename = str(path)
-        raise
+    write_text(path, text)
     return path
 
 
@@ -65,7 +58,7 @@ def render(answer: Searched | Review) -> str:
 
 def _of_search(answer: Searched) -> dict[str, Any]:
     best, task = answer.best, answer.ranking.task
-    tables = [_runners_up(answer), _binding(answer)]
+    tables = [*_gap(answer.gap), _runners_up(answer), _binding(answer)]
     if answer.explanation.scenarios:
         tables.append(_scenarios(answer))
     tables += [_knobs(answer.knobs), _traffic(best), _frontier(answer), _looked_at(answer)]
@@ -81,14 +74,17 @@ def _of_search(answer: Searched) -> dict[str, Any]:
 
 
 def _of_review(answer: Review) -> dict[str, Any]:
-    tables = [_knobs(answer.knobs)]
-    if answer.gap is not None and answer.gap.suspects:
-        rows = [(s.name, s.text, s.look) for s in answer.gap.suspects]
-        note = f"{answer.gap.measured_s:.2f} s measured, {answer.gap.predicted_s:.2f} s predicted."
-        columns = ("suspect", "what would explain it by itself", "look at")
-        tables.insert(0, Rows("gap", "Measured against predicted", columns, rows, note=note))
-    tables.append(_traffic(answer.candidate))
+    tables = [*_gap(answer.gap), _knobs(answer.knobs), _traffic(answer.candidate)]
     return _common(answer.candidate, answer.task, answer.run.name, tables)
+
+
+def _gap(found: Gap | None) -> list[Rows]:
+    if found is None or not found.suspects:
+        return []
+    rows = [(s.name, s.text, s.look) for s in found.suspects]
+    note = f"{found.measured_s:.2f} s measured, {found.predicted_s:.2f} s predicted."
+    columns = ("suspect", "what would explain it by itself", "look at")
+    return [Rows("gap", "Measured against predicted", columns, rows, note=note)]
 
 
 def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Bytes of models are `plan/memory/models`, of the training step `plan/footprint`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, prod
 from typing import Any
@@ -41,13 +41,16 @@ from stepwell.plan.methods.rollouts import (
     server,
     weight_bytes,
 )
+from stepwell.plan.search.checks import check_headroom, option, pins_text
 from stepwell.plan.search.runs import short, values_of
+from stepwell.plan.search.space import Pins
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 REMAT: tuple[Recompute, ...] = ("none", "selective", "full")
 MAX_GPUS = 16384
+PINNED = ("tp", "max_tp", "recompute", "micro_batch_rows", "headroom_bytes")
 NO_COPY = (
     "the engine, which packs a whole copy of the policy on every GPU before it samples, also for a "
     "server, would have to do without"
@@ -80,7 +83,7 @@ class Evaluated:
     """A placement on a number of GPUs. models: bytes on a training GPU. phases: bytes of its
     moments, with what the allocator and the driver take. times: seconds of a step by part. servers:
     GPUs beside those that train, by what they do. settings: keys of the run. lacks: what the engine
-    would need for it; empty if it runs as it is."""
+    would need for it; empty if it runs as it is. why_tp: what is gained by its tensor ranks."""
 
     placement: Placement
     num_gpus: int
@@ -99,6 +102,7 @@ class Evaluated:
     distance: int = 0
     lacks: str = ""
     gpu: str = ""
+    why_tp: str = ""
 
     @property
     def peak(self) -> float:
@@ -123,7 +127,9 @@ class MethodPlan:
     """asked: the method as it is usually drawn. nearest: what fits with the fewest changes, None if
     nothing does; others: more that fit, each faster than those before it. fewest_gpus: that `asked`
     fits on, None: no number up to 16,384; fewest_served: the same with servers for what would be
-    whole on every GPU. elsewhere: the nearest that runs, on other GPUs, if none does on these."""
+    whole on every GPU. elsewhere: the nearest that runs, on other GPUs, if none does on these.
+    bytes_per_parameter: of one copy of all models. held_bytes: what the GPUs that train hold of
+    `asked` together, some of it more than once. pins: what was held fixed."""
 
     method: str
     name: str
@@ -138,6 +144,9 @@ class MethodPlan:
     fewest_gpus: int | None = None
     fewest_served: int | None = None
     elsewhere: Evaluated | None = None
+    held_bytes: float = 0
+    gpu_bytes: int = 0
+    pins: Pins = field(default_factory=Pins)
 
     @property
     def fits(self) -> bool:
@@ -145,7 +154,7 @@ class MethodPlan:
 
     @property
     def state_bytes(self) -> float:
-        """Of all models, on all GPUs together."""
+        """Of all models, each once."""
         return self.bytes_per_parameter * self.parameters
 
     def lines(self) -> list[str]:
@@ -161,7 +170,8 @@ class MethodPlan:
 
 @dataclass
 class Question:
-    """What is planned. reward: the reward model's dimensions."""
+    """What is planned. reward: the reward model's dimensions. complaints: of the engine's rules,
+    about layouts that were not looked at."""
 
     method: str
     model: ModelConfig
@@ -173,6 +183,8 @@ class Question:
     trainings: dict[tuple[str, str, int], list[Training]] = field(default_factory=dict)
     apart: dict[tuple[str, str, int, int], dict[str, ModelBytes]] = field(default_factory=dict)
     steps: dict[Job, StepTime] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
+    complaints: list[str] = field(default_factory=list)
 
     def step(self, training: Training) -> StepTime:
         if training.job not in self.steps:
@@ -190,13 +202,17 @@ def plan_method(
     reward: ModelConfig | None = None,
     lora_rank: int = 16,
     kl: bool = True,
+    pins: Pins | None = None,
 ) -> MethodPlan:
     """method: ppo, grpo, dpo, lora or qlora. workload: by default 512 answers (to 64 prompts in
     grpo, to as many in ppo), or 64 rows. reward: by default as large as the policy. kl: whether
-    grpo and ppo hold a reference.
+    grpo and ppo hold a reference. pins: of the training layout tp, max_tp, recompute and
+    micro_batch_rows, and headroom_bytes.
 
-    Raises ConfigError for an unknown method and for numbers that cannot be.
+    Raises ConfigError for an unknown method, for other pins, and for numbers that cannot be.
     """
+    pins = pins or Pins()
+    _check_pins(pins, cluster)
     check_method(method)
     if num_gpus < 1:
         raise ConfigError(f"--gpus {num_gpus} must be at least 1")
@@ -205,12 +221,14 @@ def plan_method(
     if method in SAMPLED:
         work = replace(work, seq_len=work.answer_row)
     question = Question(
-        method, model, dims_of(model, name), cluster, work, reward or model, lora_rank
+        method, model, dims_of(model, name), cluster, work, reward or model, lora_rank, pins=pins
     )
     asked = asked_of(method, kl)
     first = evaluate(question, asked, asked, num_gpus)
     if first is None:
-        raise ConfigError(f"{num_gpus} GPUs have no layout for {name or model.family}")
+        held = f" with {pins_text(pins)}" if pins.given() else ""
+        why = f": {question.complaints[0]}" if question.complaints else ""
+        raise ConfigError(f"{num_gpus} GPUs have no layout for {name or model.family}{held}{why}")
     fewest = num_gpus if first.fits else _fewest_gpus(question, asked, num_gpus)
     fitting = _fitting(question, asked, num_gpus)
     runs = [found for found in fitting if not found.lacks]
@@ -220,7 +238,7 @@ def plan_method(
         gpu=cluster.accelerator.name,
         num_gpus=num_gpus,
         parameters=question.dims.parameters(),
-        bytes_per_parameter=_state_per_parameter(question, asked, first),
+        bytes_per_parameter=_state_per_parameter(question, asked),
         workload=work,
         asked=first,
         nearest=(runs or fitting or [None])[0],
@@ -228,7 +246,22 @@ def plan_method(
         fewest_gpus=fewest,
         fewest_served=_fewest_served(question, asked, num_gpus) if fewest is None else None,
         elsewhere=None if runs else _elsewhere(question, asked, num_gpus),
+        gpu_bytes=cluster.accelerator.memory_bytes,
+        held_bytes=sum(one.total for one in first.models.values()) * first.trainers,
+        pins=pins,
     )
+
+
+def _check_pins(pins: Pins, machines: Cluster) -> None:
+    others = [key for key in pins.given() if key not in PINNED]
+    if others:
+        raise ConfigError(
+            f"{option(others[0])} is not held fixed in a plan of a method; these can be: "
+            f"{', '.join(map(option, PINNED[:-1]))}, --headroom"
+        )
+    if pins.tp is not None and pins.max_tp is not None and pins.tp > pins.max_tp:
+        raise ConfigError(f"--tp {pins.tp} is more than --max-tp {pins.max_tp}; leave one out")
+    check_headroom(pins, machines)
 
 
 def _fitting(question: Question, asked: Placement, num_gpus: int) -> list[Evaluated]:
@@ -293,16 +326,17 @@ def _elsewhere(question: Question, asked: Placement, num_gpus: int) -> Evaluated
     return None
 
 
-def _state_per_parameter(question: Question, asked: Placement, first: Evaluated) -> float:
-    """Bytes of all models a parameter of the policy: the known 36, 18 and 16, or, with adapters,
-    what they come to."""
+def _state_per_parameter(question: Question, asked: Placement) -> float:
+    """Bytes of all models, each once, a parameter of the policy: the known 36, 18 and 16, or, with
+    adapters, what they come to on one GPU, where nothing is there twice."""
     if question.method in ("ppo", "grpo", "dpo"):
         same = question.reward == question.model
         if question.method != "ppo" or (same and asked.reference != "none"):
             return method_bytes_per_parameter(question.method, kl=asked.reference != "none")
     P = question.dims.parameters()
-    total = sum(model.total for model in first.models.values())
-    return total * first.trainers / P
+    alone = Arrangement(question.workload.seq_len, 1, 1, compiled=False)
+    models = placed_models(_apart(question, asked, alone), asked)
+    return sum(model.total for model in models.values()) / P
 
 
 # --- one placement ---------------------------------------------------------------------------
@@ -328,9 +362,26 @@ def evaluate(
         ]
         fitting = [one for one in found if one.fits]
         if fitting:
-            return min(fitting, key=lambda one: one.step_s)
-        best = best or min(found, key=lambda one: one.peak)
+            return _with_reason(min(fitting, key=lambda one: one.step_s), found)
+        best = best or _with_reason(min(found, key=lambda one: one.peak), found)
     return best
+
+
+def _with_reason(chosen: Evaluated, others: Sequence[Evaluated]) -> Evaluated:
+    """With why its tensor ranks are better than none, if there was a choice."""
+    tp = chosen.settings["layout.tp"]
+    alone = [one for one in others if one.settings["layout.tp"] == 1]
+    if tp == 1 or not alone:
+        return chosen
+    other = min(alone, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
+    if other.fits:
+        why = f"is faster than TP 1, {other.step_s:,.1f} s"
+    elif other.peak > other.limit:
+        how = "because" if chosen.fits else "comes nearest:"
+        why = f"{how} at TP 1 {other.phase} needs {other.peak / 1e9:,.1f} GB"
+    else:
+        why = "because at TP 1 the host has no room"
+    return replace(chosen, why_tp=f"TP {tp} {why}")
 
 
 def _servers(question: Question, placement: Placement) -> dict[str, int] | None:
@@ -383,7 +434,7 @@ def _placed(
         layout=short(training.layout),
         models=models,
         phases={name: n * (1 + training.reserve) + training.outside for name, n in phases.items()},
-        limit=device.memory_bytes * (1 - SHIPPED.margin),
+        limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
         host_of_machine=here * (training.host + away),
         host_limit=question.cluster.host_memory_bytes,
         sampling=sampling,
@@ -443,11 +494,16 @@ def _trainings(question: Question, placement: Placement, trainers: int) -> list[
 
 def _new_trainings(question: Question, placement: Placement, trainers: int) -> Iterable[Training]:
     """Legal layouts: all GPUs shard, or tensor ranks as far as fast links and heads allow."""
-    for tp in dict.fromkeys((1, _widest(question, placement, trainers))):
-        for remat in REMAT:
+    pins = question.pins
+    sizes = (1, _widest(question, placement, trainers)) if pins.tp is None else (pins.tp,)
+    for tp in dict.fromkeys(sizes):
+        if trainers % tp:
+            question.complaints.append(f"--tp {tp} must divide the {trainers} GPUs that train")
+            continue
+        for remat in REMAT if pins.recompute is None else (pins.recompute,):
             layout = Arrangement(
                 seq_len=question.workload.seq_len,
-                micro_batch_rows=1,
+                micro_batch_rows=pins.micro_batch_rows or 1,
                 global_batch_rows=_rows(question, trainers // tp),
                 tp=tp,
                 dp_shard=trainers // tp,
@@ -461,7 +517,8 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
                 check_run(run, trainers)
                 job = job_of(run, trainers, question.cluster, question.dims.name)
                 models = _apart(question, placement, layout)
-            except ConfigError:
+            except ConfigError as refusal:
+                question.complaints.append(str(refusal))
                 continue
             yield _training(question, job, models)
 
@@ -472,6 +529,7 @@ def _widest(question: Question, placement: Placement, trainers: int) -> int:
         return 1
     tp = 1
     most = min(question.cluster.scaleup_gpus, question.model.num_kv_heads, trainers)
+    most = min(most, question.pins.max_tp or most)
     while 2 * tp <= most and trainers % (2 * tp) == 0 and question.model.num_heads % (2 * tp) == 0:
         tp *= 2
     return tp

@@ -37,7 +37,10 @@ CHANGES: dict[tuple[str, str], tuple[int, str]] = {
     ("reference", "adapter-off"): (0, "the reference is the policy without its adapters"),
     ("reference", "none"): (4, "no reference (method.kl_coef=0)"),
     ("critic", "shared"): (2, "the critic is a head on the policy's trunk"),
-    ("offload", "optimizer"): (2, "masters and moments live on the host"),
+    ("offload", "optimizer"): (
+        2,
+        "the optimiser steps on the host, which holds masters and moments",
+    ),
     ("offload", "parameters"): (3, "weights, masters, moments and gradients live on the host"),
     ("reward", "served"): (2, "the reward model is served by GPUs of its own"),
     ("sampler", "server"): (2, "a server on GPUs of its own samples"),

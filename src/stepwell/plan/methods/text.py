@@ -6,8 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from stepwell.plan.methods.methods import NO_COPY, Evaluated, MethodPlan
+from stepwell.plan.methods.placements import SAMPLED
+from stepwell.plan.methods.rollouts import Workload
 
-GB = 1e9
+GB, GIB = 1e9, 2**30
 NAMES = {
     "ppo": "policy, critic, reference and reward model",
     "grpo": "policy and reference",
@@ -25,8 +27,12 @@ def lines(plan: MethodPlan) -> list[str]:
     found = [
         f"{plan.method} of {plan.name} ({plan.parameters / 1e9:.1f} billion parameters) on "
         f"{plan.num_gpus} x {plan.gpu}",
+        f"a GPU has {plan.gpu_bytes / GB:.1f} GB ({plan.gpu_bytes / GIB:.1f} GiB; 1 GB is 10^9 "
+        f"bytes), {plan.asked.limit / GB:.1f} of them usable",
         f"{models}: {plan.bytes_per_parameter:.3g} bytes a parameter, "
-        f"{plan.state_bytes / GB:,.0f} GB; the GPUs have {together:,.0f} GB together",
+        f"{plan.state_bytes / GB:,.0f} GB{_repeated(plan)}; the GPUs have {together:,.0f} GB "
+        "together",
+        f"a step's work: {workload_text(plan.method, plan.workload)}",
         "",
         "as it is usually drawn:",
         *_indented(_of(plan.asked)),
@@ -40,6 +46,31 @@ def lines(plan: MethodPlan) -> list[str]:
     if plan.others:
         found += ["", "others that fit, and are faster:", *_indented(map(_short, plan.others))]
     return found
+
+
+def _repeated(plan: MethodPlan) -> str:
+    """What is on several GPUs counts as often there."""
+    asked = plan.asked
+    four = asked.placement.adapters == "qlora"
+    if asked.trainers == 1 or not (four or asked.placement.reward == "model"):
+        return ""
+    whole = "the base in 4 bits" if four else "the reward model"
+    held = f"{plan.held_bytes / GB:,.0f} GB on {asked.trainers} GPUs"
+    return f" a copy, {held}, each of which has {whole} whole"
+
+
+def workload_text(method: str, work: Workload) -> str:
+    if method not in SAMPLED:
+        rows = "pairs of answers in " if method == "dpo" else ""
+        given = "--global-batch-tokens, --seq-len"
+        return f"{rows}{work.rows:,} rows of {work.seq_len:,} tokens ({given})"
+    each = f"{work.group_size} answers" if work.group_size > 1 else "1 answer"
+    passes = f", gone through {work.updates} times" if work.updates > 1 else ""
+    return (
+        f"{work.prompts:,} prompts of {work.prompt_tokens:,} tokens, {each} of up to "
+        f"{work.answer_tokens:,} to each{passes} "
+        "(--prompts, --prompt-tokens, --group-size, --answer-tokens)"
+    )
 
 
 def _indented(rows) -> list[str]:
@@ -97,13 +128,18 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     if one.changes:
         found.append("; ".join(one.changes))
     servers = "".join(f", {n} for the {name}" for name, n in one.servers.items())
-    found.append(f"{one.trainers} GPUs train{servers}: {one.layout}")
+    train = "1 GPU trains" if one.trainers == 1 else f"{one.trainers} GPUs train"
+    found.append(f"{train}{servers}: {one.layout}")
+    if one.why_tp:
+        found.append(one.why_tp)
     for name, model in one.models.items():
         if name == "reward" and one.placement.reward == "program":
             continue
         host = f", {model.host / GB:,.1f} GB on the host" if model.host else ""
         parts = ", ".join(
-            f"{part} {n / GB:,.1f}" for part, n in model.named().items() if n and part != "host"
+            f"{part_name(part)} {n / GB:,.1f}"
+            for part, n in model.named().items()
+            if n and part != "host"
         )
         said = f" ({parts})" if parts else "" if host else " (nothing of its own on these GPUs)"
         found.append(f"{name:<10}{model.total / GB:>8,.1f} GB a GPU{said}{host}")
@@ -119,7 +155,7 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
         known = one.host_limit
         has = f"of {known / GB:,.0f} GB" if known else "GB (what it has is not known)"
         found.append(f"host memory of a machine: {one.host_of_machine / GB:,.0f} {has}")
-    found.append(f"a step: {one.step_s:,.1f} s ({_parts(one)})")
+    found.append(f"such a step: {one.step_s:,.1f} s ({_parts(one)})")
     if with_settings:
         usual = {"layout.tp": 1, "remat.mode": "none"}
         keys = [(key, value) for key, value in one.settings.items() if usual.get(key) != value]
@@ -129,6 +165,12 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     if one.lacks:
         found.append(f"but {one.lacks}")
     return found
+
+
+def part_name(part: str) -> str:
+    """A GPU's float32 weights are there, too, where the optimiser has masters of its own on the
+    host."""
+    return {"parameters": "frozen weights", "master": "float32 weights"}.get(part, part)
 
 
 def _parts(one: Evaluated) -> str:
@@ -156,6 +198,8 @@ def as_json(plan: MethodPlan) -> dict[str, Any]:
         "parameters": plan.parameters,
         "bytes_per_parameter": plan.bytes_per_parameter,
         "state_bytes": plan.state_bytes,
+        "held_bytes": plan.held_bytes,
+        "pins": plan.pins.given(),
         "workload": asdict(plan.workload),
         "fits": plan.fits,
         "fewest_gpus": plan.fewest_gpus,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.plan.cluster import Cluster
 from stepwell.plan.search.space import (
     REASONS,
     VIRTUAL_STAGES,
@@ -26,8 +27,9 @@ def check_task(task: Task) -> None:
     """Raises ConfigError for what no layout can mend, with the nearest legal value."""
     if task.num_gpus < 1:
         raise ConfigError(f"--gpus {task.num_gpus} must be at least 1, the nearest legal value")
-    for check in (_axes, _tensor, _context, _pipeline, _experts, _batch, _data, _memory):
+    for check in (_axes, _tensor, _context, _pipeline, _experts, _batch, _data):
         check(task)
+    check_headroom(task.pins, task.cluster)
     device = task.cluster.accelerator
     device.peak_flops_per_s(task.pins.precision or default_precision(task.cluster))
 
@@ -181,10 +183,10 @@ def _data(task: Task) -> None:
         )
 
 
-def _memory(task: Task) -> None:
-    has, spare = task.cluster.accelerator.memory_bytes, task.pins.headroom_bytes
+def check_headroom(pins: Pins, cluster: Cluster) -> None:
+    has, spare = cluster.accelerator.memory_bytes, pins.headroom_bytes
     if spare >= has:
         raise ConfigError(
-            f"--headroom {spare / 2**30:g}: a {task.cluster.name} has {has / 2**30:.1f} GiB, so "
+            f"--headroom {spare / 2**30:g}: a {cluster.name} has {has / 2**30:.1f} GiB, so "
             "nothing would be left to use; give less than that"
         )
