@@ -214,7 +214,7 @@ def legend() -> list[tuple[str, str]]:
 
 def waterfall_chart(found: Candidate) -> str:
     losses = [loss for loss in waterfall(found.step) if loss.share >= LEAST_SHARE]
-    left, high = 250, 18
+    left, high = 270, 18
     scale = WIDTH - left - 70
     rows = [("peak", 1.0, 1.0, "--s0"), *_steps(losses)]
     parts = []

@@ -383,7 +383,7 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         price += f", {part_text(name)} {more:+.2f} s)" if more > 0.002 * best.step_s else ")"
     how = f" (with {' and '.join(alone.also)})" if alone.also else " alone"
     if alone.broken:
-        text = f"{label}: {alone.broken}"
+        text = f"{label}: {alone.broken.removeprefix(label + ' ')}"
         text += f"; it would take {price}." if price and alone.fits else "."
     elif not alone.fits:
         margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
