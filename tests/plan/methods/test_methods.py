@@ -18,9 +18,7 @@ from stepwell.plan.job import dims_of
 from stepwell.plan.memory.ledger import method_bytes_per_parameter
 from stepwell.plan.memory.models import ModelBytes, predict_models
 from stepwell.plan.methods.methods import (
-    GATHERED_TRAINED,
     MethodPlan,
-    Question,
     evaluate,
     placed_models,
     plan_method,
@@ -34,6 +32,7 @@ from stepwell.plan.methods.placements import (
     variants,
 )
 from stepwell.plan.methods.rollouts import Workload, weight_bytes
+from stepwell.plan.methods.training import GATHERED_TRAINED, Question
 from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks

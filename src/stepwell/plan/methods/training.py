@@ -1,0 +1,226 @@
+"""The training step of a method's policy: its legal layouts, what each of the models takes on them,
+and the seconds of a whole step. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+from stepwell.config import Run
+from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.rules import check_run
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.footprint.footprint import footprint
+from stepwell.plan.job import Arrangement, Dims, Job, Recompute, job_of
+from stepwell.plan.memory.models import ModelBytes, predict_models
+from stepwell.plan.methods.placements import SAMPLED, Placement, only_separate, settings_of
+from stepwell.plan.methods.rollouts import Sampling, Workload
+from stepwell.plan.search.runs import values_of
+from stepwell.plan.search.space import Pins
+from stepwell.plan.steptime.step import StepTime, predict_step
+from stepwell.sections.model import ModelConfig
+from stepwell.types import ConfigError
+
+REMAT: tuple[Recompute, ...] = ("none", "selective", "full")
+# Bytes a parameter of the block at work while the weights of a new version are packed: its tensors
+# as they are gathered (float32 masters; of adapters' base, bf16).
+GATHERED_TRAINED, GATHERED_FROZEN = 4, 2
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step of the policy on `job`, and what every model takes on one of its GPUs, each
+    apart. gathered: bytes of weights while a model scores."""
+
+    job: Job
+    models: dict[str, ModelBytes]
+    allocated: float
+    reserve: float
+    outside: float
+    host: float
+    gathered: float
+
+    @property
+    def layout(self) -> Arrangement:
+        return self.job.layout
+
+
+@dataclass
+class Question:
+    """What is planned. reward: the reward model's dimensions. complaints: of the engine's rules,
+    about layouts that were not looked at."""
+
+    method: str
+    model: ModelConfig
+    dims: Dims
+    cluster: Cluster
+    workload: Workload
+    reward: ModelConfig
+    lora_rank: int
+    trainings: dict[tuple[str, str, int], list[Training]] = field(default_factory=dict)
+    apart: dict[tuple[str, str, int, int], dict[str, ModelBytes]] = field(default_factory=dict)
+    steps: dict[Job, StepTime] = field(default_factory=dict)
+    pins: Pins = field(default_factory=Pins)
+    complaints: list[str] = field(default_factory=list)
+
+    def step(self, training: Training) -> StepTime:
+        if training.job not in self.steps:
+            self.steps[training.job] = predict_step(training.job)
+        return self.steps[training.job]
+
+
+def trainings_of(question: Question, placement: Placement, trainers: int) -> list[Training]:
+    key = (placement.adapters, placement.offload, trainers)
+    if key not in question.trainings:
+        question.trainings[key] = list(_new_trainings(question, placement, trainers))
+    return question.trainings[key]
+
+
+def _new_trainings(question: Question, placement: Placement, trainers: int) -> Iterable[Training]:
+    """Legal layouts: all GPUs shard, or tensor ranks as far as fast links and heads allow."""
+    pins = question.pins
+    sizes = (1, _widest(question, placement, trainers)) if pins.tp is None else (pins.tp,)
+    for tp in dict.fromkeys(sizes):
+        if trainers % tp:
+            question.complaints.append(f"--tp {tp} must divide the {trainers} GPUs that train")
+            continue
+        for remat in REMAT if pins.recompute is None else (pins.recompute,):
+            layout = Arrangement(
+                seq_len=question.workload.seq_len,
+                micro_batch_rows=pins.micro_batch_rows or 1,
+                global_batch_rows=_rows(question, trainers // tp),
+                tp=tp,
+                dp_shard=trainers // tp,
+                recompute=remat,
+                compiled=False,
+                offload_optimizer=placement.offload == "optimizer",
+                offload_parameters=placement.offload == "parameters",
+            )
+            try:
+                run = _run(question, placement, layout)
+                check_run(run, trainers)
+                job = job_of(run, trainers, question.cluster, question.dims.name)
+                models = apart_of(question, placement, layout)
+            except ConfigError as refusal:
+                question.complaints.append(str(refusal))
+                continue
+            yield _training(question, job, models)
+
+
+def _widest(question: Question, placement: Placement, trainers: int) -> int:
+    """Of tensor parallelism; a base in 4 bits has none."""
+    if placement.adapters == "qlora":
+        return 1
+    tp = 1
+    most = min(question.cluster.scaleup_gpus, question.model.num_kv_heads, trainers)
+    most = min(most, question.pins.max_tp or most)
+    while 2 * tp <= most and trainers % (2 * tp) == 0 and question.model.num_heads % (2 * tp) == 0:
+        tp *= 2
+    return tp
+
+
+def _rows(question: Question, shares: int) -> int:
+    work = question.workload
+    rows = work.rows
+    if question.method in SAMPLED:
+        rows = ceil(work.trained_tokens / work.seq_len)
+    return ceil(rows / shares) * shares
+
+
+def _training(question: Question, job: Job, models: dict[str, ModelBytes]) -> Training:
+    found = footprint(job)
+    dims, layout = question.dims, job.layout
+    block = dims.attention_parameters + dims.mlp_parameters(dims.d_ff)
+    gathered = 2 * (2 * block + 2 * dims.embedding_parameters) / layout.tp
+    return Training(
+        job=job,
+        models=models,
+        allocated=found.allocated,
+        reserve=found.fragmentation / found.allocated,
+        outside=found.context + found.communicators,
+        host=sum(found.host.values()),
+        gathered=gathered,
+    )
+
+
+def _run(question: Question, placement: Placement, layout: Arrangement) -> Run:
+    """A run whose steps have the rows of the training phase."""
+    settings = settings_of("lora", placement, question.lora_rank)
+    return Run.parse(values_of(question.model, layout, "planned"), settings)
+
+
+def apart_of(
+    question: Question, placement: Placement, layout: Arrangement
+) -> dict[str, ModelBytes]:
+    """What each of the method's models takes, none sharing with another."""
+    key = (placement.adapters, placement.offload, layout.num_gpus, layout.tp)
+    if key not in question.apart:
+        values = values_of(question.model, layout, "planned")
+        if question.method in ("ppo", "grpo", "dpo"):
+            del values["train"]
+        settings = settings_of(question.method, only_separate(placement), question.lora_rank)
+        found = dict(predict_models(Run.parse(values, settings), layout.num_gpus))
+        found["reward"] = ModelBytes(parameters=2 * _elements(question.reward))
+        question.apart[key] = found
+    return question.apart[key]
+
+
+def _elements(model: ModelConfig) -> int:
+    """Of a reward model with this trunk."""
+    scores = model.model_copy(update={"head": "score", "num_labels": 1})
+    return sum(prod(shape) for shape in parameter_shapes(scores).values())
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+def times_of(
+    question: Question, placement: Placement, training: Training, sampling: Sampling | None
+) -> dict[str, float]:
+    """Of one step. A model's forward pass over the answers takes a third of a training step without
+    its optimiser and recomputation."""
+    step, work = question.step(training), question.workload
+    forward = forward_s(step)
+    if sampling is None:
+        scored = (
+            {"reference": forward} if placement.reference in ("separate", "adapter-off") else {}
+        )
+        return {**scored, "training": step.total_s}
+    times = {"reading prompts": sampling.prefill_s, "decoding": sampling.decode_s}
+    times["new weights"] = _handing_over(question, training)
+    scoring = 1  # of the policy, beside the sampler's
+    scoring += placement.reference != "none"
+    scoring += placement.reward in ("model", "served")
+    scoring += placement.critic == "separate"
+    times["scoring"] = scoring * forward
+    times["training"] = work.updates * step.total_s
+    if placement.critic == "separate":
+        times["training the critic"] = work.updates * step.total_s
+    return times
+
+
+def forward_s(step: StepTime) -> float:
+    parts = step.parts
+    others = ("optimizer", "gradient accumulation", "recomputation")
+    return (step.total_s - sum(parts.get(name, 0.0) for name in others)) / 3
+
+
+def largest_part(dims: Dims) -> int:
+    """Parameters of a block, or of the embedding."""
+    ends = dims.embedding_parameters * (1 if dims.tied else 2)
+    return max((dims.parameters() - ends) // dims.num_layers, dims.embedding_parameters)
+
+
+def gathered_of(layout: Arrangement) -> int:
+    return GATHERED_FROZEN if layout.adapters else GATHERED_TRAINED
+
+
+def _handing_over(question: Question, training: Training) -> float:
+    """The weights of a step, gathered on every GPU for sampling."""
+    layout, machines = training.layout, question.cluster
+    n = layout.num_gpus
+    rate = (
+        machines.network_bytes_per_s if machines.spans_network(n) else machines.scaleup_bytes_per_s
+    )
+    return gathered_of(layout) * question.dims.parameters() * (n - 1) / n / rate
