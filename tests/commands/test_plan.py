@@ -21,7 +21,7 @@ from stepwell.commands.plan_options import (
 )
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
-from stepwell.plan.dryrun.dryrun import dry_run
+from stepwell.plan.cluster import cluster
 from stepwell.presets import preset
 from stepwell.types import ConfigError
 
@@ -314,7 +314,7 @@ def test_a_method_honours_what_is_held_fixed(capsys):
     assert "no row of 2,048 tokens" in err
 
 
-def test_a_dry_run_counts_what_was_predicted():
+def test_a_dry_run_counts_what_was_predicted(capsys):
     planned = Run.parse(
         {
             "layout": {"compile": True, "dp_shard": 2},
@@ -322,16 +322,29 @@ def test_a_dry_run_counts_what_was_predicted():
             "data": {"seq_len": 64},
         }
     )
-    found = dry_run(planned, 2)
-    text = plan_dry_run.lines(found, planned, 2)
+    found, differences = plan_dry_run.count(planned, 2, cluster("h100-sxm"))
+    assert "2 of 2 micro-batches on pipeline ranks 0" in capsys.readouterr().err
+    text = plan_dry_run.lines(found, differences)
     counted, predicted = (
-        next(re.findall(r"([\d.]+) GiB", line) for line in text if word in line.split()[:3])
+        next(re.findall(r"[\d.]+", line) for line in text if word in line.split()[:2])
         for word in ("counted", "predicted")
     )
-    assert counted[:2] == predicted[:2]
+    assert counted[1:4] == predicted[-5:-2]  # parameters, gradients, optimiser
     calls = sum(one.calls for one in found.busiest.issued)
-    shown = sum(int(n) for line in text for n in re.findall(r"([\d,]+) calls", line))
-    assert shown == calls > 4
+    sent = text[next(i for i, line in enumerate(text) if "sent by" in line) + 1 :]
+    shown = [int(line.split()[2].replace(",", "")) for line in sent[:-1]]
+    few = [int(n) for n in re.findall(r" (\d+)(?:,|$)", sent[-1])]
+    assert sum(shown) + sum(few) == calls > 4
+
+
+def test_a_dry_run_in_json_is_part_of_the_one_answer(capsys):
+    words = ["--model.num_layers", "1", "--data.seq_len", "64", "--gpus", "1", "--dry-run"]
+    code, out, err = run(capsys, "quickstart-pretrain", *words, "--quick", "--json")
+    assert code == 0, err
+    found = json.loads(out)["dry_run"]
+    items = {one["item"]: one for one in found["predicted_and_counted"]}
+    assert items["gradients"]["predicted"] == items["gradients"]["counted"] > 0
+    assert "micro-batches on pipeline ranks 0" in err
 
 
 def test_a_table_of_runs_is_scored(capsys, tmp_path):

@@ -118,13 +118,34 @@ def _model(asked: Asked, subject: Subject) -> int:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
     if "html" in asked.given:
         _page(asked, searched)
+    best, dry = ranking.best, None
+    if asked.get("dry-run"):
+        if subject.config is None:
+            raise ConfigError(f"--dry-run: {best.not_in_engine}, so there is no program to run")
+        dry = run_of(subject.config, best.layout)
     if asked.get("json"):
-        print(json.dumps(as_json(searched, asked.get("top", 8))))
+        _print_json(as_json(searched, asked.get("top", 8)), dry, num_gpus, machines)
     else:
         plan_text.show(plan_text.searched(searched, asked.get("top", 8)))
-    if asked.get("dry-run"):
-        return _dry_run(asked, subject.config, ranking.best)
+        _show_dry_run(dry, num_gpus, machines)
     return 0
+
+
+def _print_json(answer: dict[str, Any], dry: Run | None, world: int, machines: Cluster) -> None:
+    """One object, with what a dry run of `dry` counts."""
+    if dry is not None:
+        from stepwell.commands import plan_dry_run
+
+        answer["dry_run"] = plan_dry_run.as_json(*plan_dry_run.count(dry, world, machines))
+    print(json.dumps(answer))
+
+
+def _show_dry_run(dry: Run | None, world: int, machines: Cluster) -> None:
+    if dry is not None:
+        from stepwell.commands import plan_dry_run
+
+        sys.stdout.flush()
+        plan_dry_run.show(dry, world, machines)
 
 
 def _gap(asked: Asked, job: Job) -> Gap | None:
@@ -230,12 +251,12 @@ def _recipe(asked: Asked) -> int:
         write_recipe(Path(asked.given["write"]), Subject(job.dims, run.model), fastest)
     if "html" in asked.given:
         _page(asked, review)
+    dry = run if asked.get("dry-run") else None
     if asked.get("json"):
-        print(json.dumps(review_json(review)))
+        _print_json(review_json(review), dry, world, machines)
     else:
         plan_text.show(plan_text.reviewed(review))
-    if asked.get("dry-run"):
-        return max(_show_dry_run(asked, run, world), int(not review.fits))
+        _show_dry_run(dry, world, machines)
     return 0 if review.fits else 1
 
 
@@ -302,19 +323,6 @@ def _page(asked: Asked, answer: Searched | Review) -> None:
     from stepwell.plan.explain.page import write_page
 
     write_page(answer, Path(asked.given["html"]))
-
-
-def _dry_run(asked: Asked, config: Any, best: Candidate) -> int:
-    if config is None:
-        raise ConfigError(f"--dry-run: {best.not_in_engine}, so there is no program to run")
-    return _show_dry_run(asked, run_of(config, best.layout), best.layout.num_gpus)
-
-
-def _show_dry_run(asked: Asked, run: Run, world: int) -> int:
-    from stepwell.commands import plan_dry_run
-
-    plan_dry_run.show(run, world, bool(asked.get("json")))
-    return 0
 
 
 def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:

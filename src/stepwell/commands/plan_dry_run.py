@@ -2,53 +2,78 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.plan.memory.ledger import predict_rank
+from stepwell.plan.cluster import Cluster
 
 GIB = 2**30
+ITEMS = ("parameters", "gradients", "optimizer", "activations", "peak")
 
 
-def show(run: Run, world: int, as_json: bool) -> None:
-    """One step on fake ranks; imports torch. Raises ConfigError for an impossible layout."""
-    from stepwell.plan.dryrun.dryrun import dry_run
+def count(run: Run, world: int, machines: Cluster) -> tuple[Any, list[Any]]:
+    """One step on fake ranks, and its differences from what is predicted of the same ranks, both
+    eager: a dry run does not compile. Imports torch; says on stderr what it is at. Raises
+    ConfigError for an impossible layout."""
+    from stepwell.plan.comms.collectives import collectives
+    from stepwell.plan.dryrun.scaled import dry_run_scaled
+    from stepwell.plan.job import job_of
+    from stepwell.plan.memory.ledger import predict_rank
 
-    found = dry_run(run, world)
-    if as_json:
-        print(json.dumps({"dry_run": found.as_json()}))
-        return
-    print("\n".join(lines(found, run, world)))
+    found = dry_run_scaled(run, world, machines.gpus_per_node, tell=_tell)
+    run = run.model_copy(update={"layout": run.layout.model_copy(update={"compile": False})})
+    job, ranks = job_of(run, world, machines), [rank.pp_rank for rank in found.ranks]
+    ledgers = {rank: predict_rank(run, world, rank, accelerator=True) for rank in ranks}
+    return found, found.against(ledgers, {rank: collectives(job, rank) for rank in ranks})
 
 
-def lines(found: Any, run: Run, world: int) -> list[str]:
-    """A table by pipeline rank: counted, and predicted for the same rank, both eager: a dry run
-    does not compile."""
-    eager = run.layout.model_copy(update={"compile": False})
-    run = run.model_copy(update={"layout": eager})
+def show(run: Run, world: int, machines: Cluster) -> None:
+    print("\n".join(lines(*count(run, world, machines))))
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def as_json(found: Any, differences: list[Any]) -> dict[str, Any]:
+    rows = [one._asdict() for one in differences]
+    return {**found.as_json(), "predicted_and_counted": rows}
+
+
+def lines(found: Any, differences: list[Any]) -> list[str]:
+    """A table of memory by pipeline rank, and of what the busiest one sends: counted, predicted."""
     rows = [
         "",
         f"Dry run: one step of the real program on {found.world:,} fake ranks, "
-        f"{found.num_micro_batches} micro-batches, eager",
-        f"  {'pipeline rank':<15}{'':<12}{'parameters':>12}{'optimiser':>12}{'peak':>12}",
+        f"{found.num_micro_batches:,} micro-batches, eager; GiB a rank",
+        f"  {'pipeline rank':<15}{'':<11}" + "".join(f"{name:>13}" for name in ITEMS),
     ]
     for rank in found.ranks:
-        ledger = predict_rank(run, world, rank.pp_rank, grouped=True)
-        counted = (rank.parameters, rank.optimizer, rank.peak_bytes)
-        predicted = (ledger.items.parameters, ledger.items.optimizer, ledger.peak_bytes)
-        rows.append(f"  {rank.pp_rank:<15}{'counted':<12}" + _cells(counted))
-        rows.append(f"  {'':<15}{'predicted':<12}" + _cells(predicted))
+        items = {one.item: one for one in differences if one.pp_rank == rank.pp_rank}
+        counted = "".join(f"{items[name].counted / GIB:>13,.3f}" for name in ITEMS)
+        predicted = "".join(f"{items[name].predicted / GIB:>13,.3f}" for name in ITEMS)
+        rows.append(f"  {rank.pp_rank:<15}{'counted':<11}{counted}")
+        rows.append(f"  {'':<15}{'predicted':<11}{predicted}")
+    gathered = ", ".join(f"{rank.pp_rank}: {rank.gathered / GIB:,.3f}" for rank in found.ranks)
+    rows.append(f"  gathered weights when the first backward pass begins, by rank: {gathered}")
     busiest = found.busiest
-    rows.append(f"  collectives of pipeline rank {busiest.pp_rank}:")
-    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    calls: dict[str, int] = {}
     for one in busiest.issued:
-        calls, sent = totals.get((one.group, one.kind), (0, 0.0))
-        totals[one.group, one.kind] = calls + one.calls, sent + one.calls * one.wire_bytes
-    for (axis, kind), (calls, sent) in totals.items():
-        rows.append(f"    {axis:<14}{kind:<16}{calls:>8,} calls{sent / GIB:>12,.2f} GiB")
+        name = f"{'world' if one.num_ranks == found.world else one.group} {one.kind}"
+        calls[name] = calls.get(name, 0) + one.calls
+    if found.world == 1:
+        return rows
+    rows.append(f"  {f'sent by pipeline rank {busiest.pp_rank}':<32}" + _heads())
+    for one in differences:
+        if one.pp_rank == busiest.pp_rank and one.item not in ITEMS:
+            sizes = f"{one.counted / GIB:>13,.3f}{one.predicted / GIB:>13,.3f}"
+            rows.append(f"    {one.item:<30}{calls.pop(one.item, 0):>11,}{sizes}")
+    if calls:
+        few = ", ".join(f"{name} {number:,}" for name, number in calls.items())
+        rows.append(f"    received, or of a few bytes (calls): {few}")
     return rows
 
 
-def _cells(values: tuple[int, ...]) -> str:
-    return "".join(f"{n / GIB:>8,.2f} GiB" for n in values)
+def _heads() -> str:
+    return f"{'calls':>11}{'counted':>13}{'predicted':>13}"

@@ -9,6 +9,8 @@ bubble, V-shaped, 2401.10241. dualpipev: the V-shaped half of DualPipe (DeepSeek
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from stepwell.sections.layout import LayoutConfig
 
 # Their backward pass is in two halves: gradients of the inputs (B), of the weights (W) later.
@@ -40,8 +42,8 @@ def split_blocks(num_layers: int, layout: LayoutConfig) -> list[range]:
         each, over = divmod(num_layers + 2, stages)
         units = [each + (s < over) for s in range(stages)]
         counts = [n - (s == 0) - (s == stages - 1) for s, n in enumerate(units)]
-    starts = [sum(counts[:s]) for s in range(len(counts))]
-    return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
+    ends = accumulate(counts)
+    return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
 
 
 def fewest_micro_batches(layout: LayoutConfig) -> int:

@@ -1,9 +1,11 @@
 """The dry run against real gloo ranks, and the ledgers against the dry run."""
 
+import math
 import os
 import resource
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.dryrun import dryrun
 from stepwell.plan.dryrun.dryrun import count_step, dry_run, full_rows, stand_in
 from stepwell.plan.dryrun.fakes import fake_device, fake_ranks
+from stepwell.plan.dryrun.scaled import dry_run_scaled, scaled_calls
 from stepwell.plan.job import job_of
 from stepwell.plan.memory.ledger import predict_memory, predict_rank
 from stepwell.presets import preset
@@ -234,6 +237,56 @@ def test_what_it_says():
     assert {one["axis"] for one in as_json["ranks"][0]["collectives"]} >= {"tp", "pp", "dp_shard"}
 
 
+# --- many micro-batches from few ---------------------------------------------------------------
+
+
+def assert_scaled_like_the_whole(text, m, layers=2):
+    """Calls the same; bytes too, but for the few that each micro-batch leaves."""
+    axes = [word for word in text.split() if word.startswith(("pp=", "tp="))]
+    world = 2 * math.prod(int(word[3:]) for word in axes)
+    run = run_of(f"{text} data.seq_len=256", layers, world, rows=2 * m)
+    whole, scaled = dry_run(run, world), dry_run_scaled(run, world)
+    assert whole.num_micro_batches == scaled.num_micro_batches == m
+    for real, found in zip(whole.ranks, scaled.ranks, strict=True):
+        case = f"{text}, pipeline rank {real.pp_rank}"
+        assert sorted(found.issued) == sorted(real.issued), case
+        for item in ("parameters", "gradients", "optimizer", "gathered", "activations"):
+            assert getattr(found, item) == getattr(real, item), f"{case}: {item}"
+        for phase, peak in real.peaks.items():
+            assert abs(found.peaks[phase] - peak) <= 64 * m, f"{case}: {phase}"
+
+
+@pytest.mark.parametrize(("text", "m"), [("zero=3", 5), ("pp=2 zero=1", 5)])
+def test_a_long_step_is_counted_from_two_short_ones(text, m):
+    assert_scaled_like_the_whole(text, m)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "m"),
+    [
+        ("zero=1 tp=2", 7),
+        ("zero=3 reshard=never", 6),
+        ("pp=4 zero=1 tp=2", 9),
+        ("pp=2 schedule=gpipe", 8),
+        ("pp=2 schedule=interleaved-1f1b stages=2", 10),
+        ("pp=2 schedule=zbv stages=2 reshard=never", 9),
+        ("pp=2 schedule=dualpipev stages=2 reshard=never", 9),
+    ],
+)
+def test_a_long_step_of_every_schedule_is_counted_from_two_short_ones(text, m):
+    assert_scaled_like_the_whole(text, m, layers=6)
+
+
+def test_calls_that_do_not_grow_evenly_are_refused():
+    few = dry_run(run_of("", 1, 2, rows=2), 2).ranks[0]
+    more = replace(few, issued=[few.issued[0]._replace(calls=few.issued[0].calls + 1)])
+    with pytest.raises(ArithmeticError, match="do not grow evenly to 10"):
+        scaled_calls(replace(few, issued=few.issued[:1]), more, 2, 5, 10)
+    with pytest.raises(ArithmeticError, match="but not with 4"):
+        scaled_calls(few, more, 2, 4, 8)
+
+
 # --- what ships ----------------------------------------------------------------------------------
 
 # GiB of an accelerator; of its host, where an asynchronous checkpoint waits in copies; and on how
@@ -275,6 +328,21 @@ def test_a_whole_recipe_needs_what_the_ledger_says(name):
     found, ledger = dry_run(plain, world), predict_memory(plain, world, accelerator=True)
     assert found.busiest.peak_bytes == pytest.approx(ledger.peak_bytes, rel=0.10)
     assert found.busiest.peak_bytes <= device_gib * GIB
+
+
+@pytest.mark.slow
+def test_the_issues_first_plan_in_two_minutes_and_8_gib():
+    text = "tp=4 cp=4 pp=32 zero=1 data.seq_len=8192"
+    run = run_of(text, 126, 1024, "llama3-405b", rows=2048)
+    began = time.process_time()
+    found = dry_run_scaled(run, 1024)
+    assert time.process_time() - began < 120
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 8 * GIB
+    assert found.num_micro_batches == 1024
+    sent = collectives(job_of(run, 1024, H100), 1)
+    traffic = [row for row in found.against({}, {1: sent}) if row.pp_rank == 1]
+    assert len(traffic) > 4
+    assert max(abs(row.relative) for row in traffic) < 0.001
 
 
 @pytest.mark.slow
