@@ -336,8 +336,8 @@ def help_text() -> str:
         *textwrap.wrap(f"Presets: {', '.join([*PRESETS, *PLANNED])}.", HELP_WIDTH),
         *textwrap.wrap(
             "Dimensions: --model.num_layers, --model.d_model (without --model both are needed, the "
-            "rest is derived), num_heads, num_kv_heads, head_dim, d_ff, vocab_size, tied; of experts: "
-            f"{', '.join(f'--{key}' for key in EXPERT_KEYS)}.",
+            "rest is derived), num_heads, num_kv_heads, head_dim, d_ff, vocab_size, tied; of "
+            f"experts: {', '.join(f'--{key}' for key in EXPERT_KEYS)}.",
             HELP_WIDTH,
             break_on_hyphens=False,
         ),
