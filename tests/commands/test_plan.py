@@ -294,6 +294,16 @@ def test_zero_table_and_methods(capsys):
     assert "fits" in out
 
 
+def test_derived_dimensions_are_told_by_every_question(capsys):
+    words = ["--model.num_layers", "2", "--model.d_model", "256", "--gpus", "2"]
+    for more in (["--zero-table"], ["--method", "lora"], ["--quick", "--seq-len", "1k"]):
+        code, out, _ = run(capsys, *words, *more)
+        assert code == 0
+        assert "assumed: heads of 128 (--model.head_dim)" in out
+        _, out, _ = run(capsys, *words, *more, "--json")
+        assert "2 heads (--model.num_heads)" in json.loads(out)["assumed"]
+
+
 def test_a_method_honours_what_is_held_fixed(capsys):
     words = ["--model", "smollm2-1.7b", "--gpus", "8", "--method", "dpo", "--json"]
     _, out, _ = run(capsys, *words)

@@ -307,7 +307,7 @@ def _zero_table(asked: Asked, subject: Subject) -> int:
     from stepwell.plan.methods.zero import zero_table
 
     table = zero_table(subject.dims, cluster_of(asked), asked.get("gpus", 8))
-    print(json.dumps(table.as_json()) if asked.get("json") else "\n".join(table.lines()))
+    _print(asked, table, subject.assumed)
     return 0 if any(row.fits for row in table.rows) else 1
 
 
@@ -315,8 +315,16 @@ def _validate(asked: Asked) -> int:
     from stepwell.plan.calibration.validation import validate
 
     found = validate(asked.given["validate"])
-    print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
+    _print(asked, found)
     return 0
+
+
+def _print(asked: Asked, answer: Any, assumed: Sequence[str] = ()) -> None:
+    """As JSON, or in lines; first what nobody said of the model."""
+    if asked.get("json"):
+        print(json.dumps({**answer.as_json(), **({"assumed": list(assumed)} if assumed else {})}))
+    else:
+        print("\n".join([*(f"assumed: {what}" for what in assumed), *answer.lines()]))
 
 
 def _page(asked: Asked, answer: Searched | Review) -> None:
@@ -379,7 +387,7 @@ def _method(asked: Asked, subject: Subject) -> int:
         lora_rank=asked.get("lora-rank", 16),
         pins=asked.pins,
     )
-    print(json.dumps(found.as_json()) if asked.get("json") else "\n".join(found.lines()))
+    _print(asked, found, subject.assumed)
     return 0 if found.fits or found.nearest is not None else 1
 
 
