@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm, prod
 from typing import Literal, NamedTuple
 
@@ -218,9 +219,12 @@ def num_micro_batches(layout: Arrangement) -> int:
     wanted = layout.num_micro_batches
     if layout.program != "stepwell" or layout.pp == 1:
         return wanted
-    ours = LayoutConfig.model_construct(
-        pp=layout.pp, pp_stages_per_rank=layout.stages_per_rank, pp_schedule=layout.schedule
-    )
+    return _filled_up(wanted, layout.pp, layout.stages_per_rank, layout.schedule)
+
+
+@lru_cache(maxsize=4096)
+def _filled_up(wanted: int, pp: int, v: int, schedule: str) -> int:
+    ours = LayoutConfig.model_construct(pp=pp, pp_stages_per_rank=v, pp_schedule=schedule)
     return next_micro_batches(wanted, ours)
 
 

@@ -205,6 +205,7 @@ class Prices:
         self.as_run = lru_cache(maxsize=None)(self._as_run)
         self.time = lru_cache(maxsize=None)(self._time)
         self.bound = lru_cache(maxsize=None)(self._bound)
+        self.loose_bound = lru_cache(maxsize=None)(self._loose_bound)
         self.memory = lru_cache(maxsize=None)(self._memory)
 
     def job(self, layout: Arrangement) -> Job:
@@ -217,6 +218,9 @@ class Prices:
         """Seconds that no way to divide the model among the data ranks takes less than."""
         parts = self.time(layout).parts
         return sum(seconds for name, seconds in parts.items() if name not in OF_DATA_RANKS)
+
+    def _loose_bound(self, family: Arrangement) -> float:
+        return loose_bound(self, family)
 
     def _micro_batch(self, layout: Arrangement) -> float:
         """Seconds of computing one on all blocks and the head, with what it waits for within."""
@@ -245,6 +249,7 @@ class Prices:
         same = replace(cluster.accelerator, memory_bytes=memory_bytes)
         if replace(cluster, accelerator=same) == now:
             other.time, other.bound, other.micro_batch = self.time, self.bound, self.micro_batch
+            other.loose_bound = self.loose_bound
         return other
 
     def _as_run(self, layout: Arrangement) -> Candidate | str:
@@ -391,9 +396,7 @@ def _search(task: Task, prices: Prices, slack: float, at_most_s: float = math.in
     """Best first: a family's loose bound, then its tight one, then its layouts."""
     opened = _Open(task, prices)
     order = itertools.count()
-    heap = [
-        (loose_bound(prices, family), next(order), False, family) for family in families(opened)
-    ]
+    heap = [(prices.loose_bound(family), next(order), False, family) for family in families(opened)]
     heapq.heapify(heap)
     while heap:
         bound, _, tight, family = heapq.heappop(heap)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, NamedTuple
 
@@ -275,8 +276,12 @@ def micro_batch_problem(task: Task, mesh: Mesh, micro: int, schedule: str, v: in
         return "rows on context ranks"
     if mesh.pp == 1:
         return ""
-    layout = LayoutConfig.model_construct(pp=mesh.pp, pp_schedule=schedule, pp_stages_per_rank=v)
-    number = ceil(ceil(task.rows / mesh.dp) / micro)
+    return _number_problem(ceil(ceil(task.rows / mesh.dp) / micro), mesh.pp, schedule, v)
+
+
+@lru_cache(maxsize=4096)
+def _number_problem(number: int, pp: int, schedule: str, v: int) -> str:
+    layout = LayoutConfig.model_construct(pp=pp, pp_schedule=schedule, pp_stages_per_rank=v)
     if number < fewest_micro_batches(layout):
         return "micro-batches"
     return "rounds" if next_micro_batches(number, layout) != number else ""
