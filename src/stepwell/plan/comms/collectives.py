@@ -8,7 +8,7 @@ their published designs send: Megatron-LM's tensor parallelism with sequence par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -270,12 +270,12 @@ def _norms(step: _Step) -> Iterator[Sent]:
 # --- weights and gradients ----------------------------------------------------------------------
 
 
-def _units(step: _Step) -> list[tuple[list[Weight], int, bool]]:
+def _units(step: _Step) -> list[tuple[Sequence[Weight], int, bool]]:
     """(weights, how many such, whether blocks): blocks, then what each stage has besides."""
     dims, layout, routed = step.dims, step.layout, step.num_expert_blocks
     units = [
         (block_weights(dims, layout), step.num_blocks - routed, True),
-        (block_weights(dims, layout, experts=True) if routed else [], routed, True),
+        (block_weights(dims, layout, experts=True) if routed else (), routed, True),
         *((root_weights(dims, layout, part), 1, False) for part in step.parts),
     ]
     return [unit for unit in units if unit[0] and unit[1]]

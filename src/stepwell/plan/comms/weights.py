@@ -81,10 +81,17 @@ def rank_of_stage(layout: Arrangement, stage: int) -> int:
     return layout.pp - 1 - place if back else place
 
 
-def block_weights(dims: Dims, layout: Arrangement, experts: bool = False) -> list[Weight]:
+def block_weights(dims: Dims, layout: Arrangement, experts: bool = False) -> tuple[Weight, ...]:
     """Of one block, without routed experts; experts: of a layer that has them."""
+    return _block_weights(dims, layout.tp, layout.adapters, experts)
+
+
+@lru_cache(maxsize=256)
+def _block_weights(
+    dims: Dims, t: int, adapters: Adapters | None, experts: bool
+) -> tuple[Weight, ...]:
     D, q, kv = dims.d_model, dims.q_width, dims.kv_width
-    whole = dims.num_kv_heads % layout.tp != 0
+    whole = dims.num_kv_heads % t != 0
     matrices = {
         "wq": Weight((q, D), 0),
         "wk": Weight((kv, D), None if whole else 0, partial=whole),
@@ -99,9 +106,9 @@ def block_weights(dims: Dims, layout: Arrangement, experts: bool = False) -> lis
         matrices["router"] = Weight((dims.experts.num_experts, D), partial=True)
     vectors = [Weight((D,), partial=True)] * 2
     vectors += _biases(dims, whole)
-    if layout.adapters is None:
-        return [*matrices.values(), *vectors]
-    return [*_adapted(matrices, layout.adapters), *(w._replace(trained=False) for w in vectors)]
+    if adapters is None:
+        return (*matrices.values(), *vectors)
+    return (*_adapted(matrices, adapters), *(w._replace(trained=False) for w in vectors))
 
 
 def expert_elements(dims: Dims) -> int:
