@@ -41,9 +41,8 @@ from stepwell.train.weights import TOKENIZER, initial_weights
 CLAIM = (
     "From the same chains, in as many steps, a process reward model finds the right one of many "
     "answers more often than an outcome reward model and than a majority vote, and its lead on the "
-    "outcome model grows with n. With a quarter of the chains it still leads. The widest beam "
-    "search by steps that it guides is not worse than its best-of-n of as many tokens: the 95 % "
-    "interval of the difference does not lie below 0."
+    "outcome model grows with n. With a quarter of the chains it still leads. (What a beam search "
+    "that it guides adds to its best-of-n of as many tokens is measured, not claimed.)"
 )
 ROWS_PER_STEP = 64
 HOWS: tuple[Aggregation, ...] = get_args(Aggregation)
@@ -156,12 +155,6 @@ def check(numbers: dict[str, Any]) -> list[str]:
                 f"the PRM of {sizes[-2]} chains ({fewer['mean']:.3f}) is not above the ORM of "
                 f"{sizes[-1]} ({orm['mean']:.3f})"
             )
-    beam = numbers["beams"][-1]
-    if beam["tokens"] > beam["best_tokens"] or beam["gain"]["high"] < 0:
-        wrong.append(
-            f"the widest beam ({beam['tokens']:.0f} tokens) gains {beam['gain']['mean']:+.3f} on "
-            f"the best of n ({beam['best_tokens']:.0f})"
-        )
     return wrong
 
 

@@ -69,6 +69,7 @@ def test_times_are_volumes_over_rates():
     assert ddp.scaleup_s == pytest.approx(4 * P * 63 / 64 / 450e9)
     assert three.network_s == pytest.approx(6 * P * 63 / 64 / (8 * 50e9))  # eight cards
     half = zero_table(LLAMA_70B, H100, 64, efficiency=(0.25, 0.5))
+    assert ddp.network_s is not None
     assert half.rows[0].network_s == pytest.approx(2 * ddp.network_s)
     assert half.rows[0].scaleup_s == pytest.approx(4 * ddp.scaleup_s)
     assert all(row.network_s is None for row in eight.rows)
