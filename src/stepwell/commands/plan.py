@@ -45,7 +45,7 @@ from stepwell.types import ConfigError, StepwellError
 USUAL_GPU = "h100-sxm"
 USUAL_SEQ_LEN = 8192
 USUAL_BATCH_TOKENS = 4 << 20
-# Options of --method, and the fields of `plan.rollouts.Workload` that they set.
+# Options of --method, and the fields of `Workload` that they set.
 WORKLOAD = {
     "prompts": "prompts",
     "group-size": "group_size",
