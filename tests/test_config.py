@@ -706,7 +706,6 @@ def test_reading_and_checking_a_run_imports_no_torch(tmp_path):
     [
         ("optim.muon_lr=0.01", {}, {"optim.kind": "muon"}),
         ("remat.every=3", {"remat.mode": "full"}, {"remat.mode": "every"}),
-        ("precision.loss_scale.growth_steps=10", {}, {"precision.compute": "fp16"}),
         (
             "optim.schedule.final_fraction=0.1",
             {"optim.schedule.kind": "constant"},

@@ -399,7 +399,10 @@ def live_bytes() -> int:
             continue
         if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+            try:
+                found[storage.data_ptr()] = storage.nbytes()
+            except RuntimeError:  # of other kinds that hold nothing
+                continue
     return sum(found.values())
 
 

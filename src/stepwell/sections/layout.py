@@ -120,11 +120,3 @@ class PrecisionConfig(Section):
     param: Literal["fp32", "fp64"] = "fp32"
     fp8: Fp8Config = Fp8Config()
     loss_scale: LossScaleConfig = LossScaleConfig()
-
-    @model_validator(mode="after")
-    def _rules(self) -> PrecisionConfig:
-        if self.compute != "fp16":
-            keys = LossScaleConfig.model_fields
-            where = f"with precision.compute={self.compute!r}"
-            check_idle(self.loss_scale, "precision.loss_scale", keys, where)
-        return self

@@ -126,7 +126,8 @@ def test_an_alarm_stops_the_run_with_all_saved(world, kind):
 
 def test_what_it_knows_is_in_the_checkpoint(world):
     """Broken off after four rollouts, it alarms where an undisturbed run does."""
-    often = {"checkpoint.every_steps": 1}
+    # The broken process would end, and with it what it was writing.
+    often = {"checkpoint.every_steps": 1, "checkpoint.asynchronous": False}
     with pytest.raises(RuntimeError, match="broken"):
         train("grpo", "halves", Growing(1.0, broken=6), **often)
     _, events = train("grpo", "halves", Growing(1.0, calls=5), **often)

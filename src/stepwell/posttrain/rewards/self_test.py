@@ -186,18 +186,23 @@ def junk_scores(
     findings = []
     for dimension in rewards.dimensions:
         if not is_penalty(dimension):
-            probe(dimension, rows[0], [*right[0], *(one.text for one in junk[0])], tokenizer)
+            texts = [*right[0], *(one.text for one in junk[0])]
+            probe(dimension, rows[0], texts, tokenizer, max_new_tokens)
             scored = _scored(dimension, rows, junk, right, tokenizer, max_new_tokens)
             findings += _findings(dimension, *scored)
     return findings
 
 
 def probe(
-    dimension: Dimension, row: Prompt, texts: Sequence[str], tokenizer: Tokenizer | None = None
+    dimension: Dimension,
+    row: Prompt,
+    texts: Sequence[str],
+    tokenizer: Tokenizer | None = None,
+    max_new_tokens: int = 512,
 ) -> None:
     """Raises DataError if the grader takes too long for each of the first NUM_PROBES texts."""
     chosen = texts[:NUM_PROBES]
-    completions = [_completion(row, text, tokenizer, len(text) + 1) for text in chosen]
+    completions = [_completion(row, text, tokenizer, max_new_tokens) for text in chosen]
     verdicts = dimension.scorer.score([row] * len(chosen), completions)
     require_in_time(dimension, verdicts)
 
