@@ -22,6 +22,7 @@ from stepwell.plan.explain.pictures import (
     waterfall_chart,
 )
 from stepwell.plan.explain.reasons import explain, part_text
+from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job, job_of
 from stepwell.plan.search.search import Candidate, Prices, search
 from stepwell.plan.search.space import Pins, Task
@@ -92,8 +93,9 @@ def test_pictures_count_right(answer):
     assert machine(job).count(">GPU ") == 8
     # A square for each GPU: 2 stages of one machine each.
     assert machines(job).count("<rect") == 16 + 2
-    held = memory_of_stage(job, 0)
-    assert sum(held.values()) == pytest.approx(answer.best.memory.total, rel=0.5)
+    for rank in range(job.layout.pp):
+        held = memory_of_stage(job, rank)
+        assert sum(held.values()) == pytest.approx(footprint(job, rank).total, rel=1e-9)
     assert "MFU" in waterfall_chart(answer.best)
     big = replace(job.layout, pp=64, dp_shard=256, tp=8)
     many = machines(Job(job.dims, big, H100))
