@@ -6,9 +6,9 @@ import sys
 from typing import Any
 
 from stepwell.config import Run
+from stepwell.hardware import GIB
 from stepwell.plan.cluster import Cluster
 
-GIB = 2**30
 ITEMS = ("parameters", "gradients", "optimizer", "activations", "peak")
 
 

@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from stepwell.hardware import GIB
 from stepwell.plan.explain.answer import Review, Searched, memory_items, traffic_json, training
 from stepwell.plan.explain.knobs import Gap, Knob
 from stepwell.plan.explain.reasons import (
@@ -26,7 +27,6 @@ from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
 
-GIB = 2**30
 WIDTH = 100
 TOO_CLOSE = 1.02  # below what predictions can tell apart
 

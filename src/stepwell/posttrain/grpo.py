@@ -19,7 +19,7 @@ from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.shared_prompts import shares_prompts
 from stepwell.posttrain.answers import answers_of
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.overoptimisation.watch import Overopt, divergence
 from stepwell.posttrain.policy.batch import (
     minibatches,
@@ -55,7 +55,6 @@ from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
 from stepwell.train.start import open_session
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 
 
@@ -120,9 +119,7 @@ def check_grpo(
     assert isinstance(method, GRPO)
     check_sampled(method, tokenizer)
     check_signs(method)
-    require_model(run, weights)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, weights)
     if method.kl_coef:
         check_reference(run)
     if len(prompts) < method.prompts_per_step:

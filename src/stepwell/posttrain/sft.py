@@ -20,7 +20,7 @@ from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
 from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.sections.methods import SFT
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
@@ -29,7 +29,6 @@ from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
 from stepwell.train.start import hold_folder, join, open_session
 from stepwell.train.streams import open_rows
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, DataError
 
 
@@ -51,9 +50,7 @@ def sft(
             f"the tokenizer has {tokenizer.vocab_size} ids but model.vocab_size="
             f"{run.model.vocab_size}; take the tokenizer that the model was trained with"
         )
-    require_model(run, weights)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, weights)
     mesh = join(run)
     with hold_folder(run.dir, mesh):
         return _train(run, run.data.path, tokenizer, weights, mesh)

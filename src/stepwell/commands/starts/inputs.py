@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 
 from stepwell.config import Run
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, DataError
 
 
@@ -26,9 +25,7 @@ def require_data(run: Run, what: str) -> str:
 
 def require_start(run: Run, tokenizer: Tokenizer) -> None:
     """A model to start from, and one of this tokenizer. Raises ConfigError."""
-    require_model(run, None)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, None)
 
 
 def tokenizer_of(run: Run) -> Tokenizer:

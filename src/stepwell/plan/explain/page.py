@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stepwell.files import write_text
+from stepwell.hardware import GIB
 from stepwell.plan.explain import pictures
 from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
 from stepwell.plan.explain.knobs import Gap, Knob
@@ -18,8 +19,6 @@ from stepwell.plan.search.runs import short
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION
-
-GIB = 2**30
 
 
 class Figure(NamedTuple):

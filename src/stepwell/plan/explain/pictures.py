@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from stepwell.hardware import GIB
 from stepwell.plan.explain.reasons import part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
 
-GIB = 2**30
 WIDTH = 720
 MOST_STAGES, MOST_COLUMNS = 32, 24
 MOST_ENDS = 8  # pipeline ranks at either end whose memory is drawn

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepwell.hardware import GIB
 from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement
 from stepwell.plan.memory.ledger import state_bytes_per_parameter
@@ -21,7 +22,6 @@ from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.types import ConfigError
 
-GIB = 2**30
 LINKS = {"network": "network_bytes_per_s", "scale-up links": "scaleup_bytes_per_s"}
 MESSAGES = "all communication"
 WORTH_TELLING = 1.5  # times the best step; layouts that take longer are not looked for

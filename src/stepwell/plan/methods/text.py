@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from stepwell.hardware import GIB
+from stepwell.plan.cluster import GB
 from stepwell.plan.methods.methods import NO_COPY, Evaluated, MethodPlan
 from stepwell.plan.methods.placements import SAMPLED
 from stepwell.plan.methods.rollouts import Workload
 
-GB, GIB = 1e9, 2**30
 NAMES = {
     "ppo": "policy, critic, reference and reward model",
     "grpo": "policy and reference",

@@ -11,14 +11,13 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from stepwell.plan.cluster import Cluster
+from stepwell.plan.cluster import GB, Cluster
 from stepwell.plan.job import Dims
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.flows import ring_rate
 from stepwell.types import ConfigError
 
-GB = 1e9
 STAGES = (0, 1, 2, 3)
 NAMES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 WEIGHTS, GRADIENTS, OPTIMIZER = 2, 2, 12  # bytes a parameter

@@ -15,7 +15,7 @@ from stepwell.config import Run
 from stepwell.data.loader import rank_rows
 from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.preference.displacement import (
     CHES_FILE,
     Monitor,
@@ -38,7 +38,6 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session
 from stepwell.train.start import hold_folder, join, open_session
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -56,9 +55,7 @@ def dpo(run: Run, tokenizer: Tokenizer, weights: Weights | None = None) -> int:
     method = run.method
     assert isinstance(method, DPO)
     check(run)
-    require_model(run, weights)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, weights)
     rows, event = load_rows(run, tokenizer)
     run = with_steps(run, num_kept(rows, method))
     mesh = join(run)

@@ -18,7 +18,7 @@ from stepwell.config import Run
 from stepwell.eval.grade import Prompt
 from stepwell.metrics import LineFile, cut_lines
 from stepwell.posttrain.answers import Answer, answers_of
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
 from stepwell.posttrain.policy.batch import scored
 from stepwell.posttrain.policy.pairs import (
@@ -52,7 +52,6 @@ from stepwell.sections.methods import OnlineDPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
 from stepwell.train.start import join, open_session
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError, TrainingError
 
 FIRST = -1  # the number of the rollout before the first
@@ -115,9 +114,7 @@ def check_online_dpo(
     method = run.method
     assert isinstance(method, OnlineDPO)
     check_sampled(method, tokenizer)
-    require_model(run, weights)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, weights)
     check_reference(run)
     if len(prompts) < method.prompts_per_step:
         raise ConfigError(

@@ -12,14 +12,13 @@ from stepwell.config import Run
 from stepwell.data.sft_data import Drops
 from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
-from stepwell.posttrain.first_model import require_model
+from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.reward_model.heldout import evaluate
 from stepwell.posttrain.reward_model.losses import reward_loss
 from stepwell.posttrain.reward_model.rows import Rows, load_rows, pack, rows_of_step, rows_origin
 from stepwell.sections.methods import RewardModel
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.start import hold_folder, join, open_session
-from stepwell.train.weights import check_tokenizer
 from stepwell.types import ConfigError
 
 
@@ -36,9 +35,7 @@ def reward(
     """
     if run.data.path is None:
         raise ConfigError("data.path is not set; reward needs a JSONL or Parquet file of rows")
-    require_model(run, weights)
-    if run.model.init is not None:
-        check_tokenizer(run.model.init, tokenizer, run.data.tokenizer)
+    check_first_model(run, tokenizer, weights)
     mesh = join(run)
     with hold_folder(run.dir, mesh):
         return _train(run, run.data.path, tokenizer, weights, mesh)
