@@ -6,10 +6,15 @@ import sys
 
 import pytest
 
+# A fixed threshold first: by itself glibc raises it as blocks are freed, and how many faults that
+# leaves depends on where the top of the heap happens to be.
 CODE = """
+import ctypes
 import resource
 import torch
-from stepwell.train.heap import keep_freed_memory
+from stepwell.train.heap import MMAP_THRESHOLD, keep_freed_memory
+
+ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 128 * 1024)
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
