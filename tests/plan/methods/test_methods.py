@@ -13,8 +13,10 @@ from stepwell.hardware import GIB, measure_peak_allocated
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
+from stepwell.plan.dryrun.fakes import fake_device, fake_ranks
+from stepwell.plan.dryrun.watch import Watch, watching
 from stepwell.plan.footprint.coefficients import SHIPPED
-from stepwell.plan.job import dims_of
+from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.memory.ledger import method_bytes_per_parameter
 from stepwell.plan.memory.models import ModelBytes, predict_models
 from stepwell.plan.methods.methods import (
@@ -32,7 +34,7 @@ from stepwell.plan.methods.placements import (
     variants,
 )
 from stepwell.plan.methods.rollouts import Workload, weight_bytes
-from stepwell.plan.methods.training import GATHERED_TRAINED, Question
+from stepwell.plan.methods.training import GATHERED_TRAINED, Question, handed_over
 from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks
@@ -319,6 +321,46 @@ def test_ranks_gather_a_block_at_a_time_to_pack():
     for first, again in run_ranks(pack_on_a_rank, 2):
         assert 2 + GATHERED_TRAINED / 8 < first < 2 + 1.5 * GATHERED_TRAINED / 8
         assert again < 1.5 * GATHERED_TRAINED / 8
+
+
+def test_new_weights_are_sent_as_the_engine_gathers_them():
+    """A matrix at a time, by rows or by columns first. A base in 4 bits is whole already."""
+    keys = {"num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 4, "d_ff": 1024}
+    four = {"rank": 1, "quantize": "nf4"}
+    for tp, lora in ((1, {}), (2, {}), (2, {"rank": 1}), (1, four)):
+        run = Run.parse({"model": {**keys, "vocab_size": 8192}, "layout": {"tp": tp}, "lora": lora})
+        with fake_ranks(run.layout, 8, 0) as mesh, fake_device():
+            watch = Watch(list)
+            engine = Engine(run, mesh=mesh)
+            with watching(watch):
+                for _ in engine.iter_state(merged=False):
+                    pass
+        layout = job_of(run, 8, H100).layout
+        predicted = sum(
+            one.calls * one.wire_bytes for one in handed_over(dims_of(run.model), layout)
+        )
+        counted = sum(one.calls * one.wire_bytes for one in watch.issued)
+        assert predicted == pytest.approx(counted, rel=0.05), (tp, lora)
+
+
+def test_new_weights_go_through_every_card_of_a_machine():
+    """70B on 64: of what tensor ranks have by rows an eighth crosses each card."""
+    asked = asked_of("grpo")
+
+    def on(num_gpus: int, model: ModelConfig = SEVENTY):
+        question = Question("grpo", model, dims_of(model, "x"), H100, Workload(), model, 16)
+        found = evaluate(question, asked, asked, num_gpus)
+        assert found is not None
+        return found
+
+    near, far = on(8), on(64)
+    assert near.settings["layout.tp"] == far.settings["layout.tp"] == 8
+    by_columns = 80 * 8192 * (8192 + 28672)
+    least = 4 * 7 / 8 * (by_columns + (70.55e9 - by_columns) / 8) / (50e9 * 0.764)
+    inside = near.times["new weights"]
+    assert far.times["new weights"] == pytest.approx(least + inside, rel=0.1)
+    whole = on(64, PRESETS["llama3-8b"]).times["new weights"]
+    assert whole == pytest.approx(4 * 63 / 64 * 8.03e9 / (8 * 50e9 * 0.764), rel=0.6)
 
 
 # --- time, words -----------------------------------------------------------------------------

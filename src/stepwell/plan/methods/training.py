@@ -11,6 +11,7 @@ from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster
+from stepwell.plan.comms.collectives import Sent
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Dims, Job, Recompute, job_of
 from stepwell.plan.memory.models import ModelBytes, predict_models
@@ -18,6 +19,8 @@ from stepwell.plan.methods.placements import SAMPLED, Placement, only_separate, 
 from stepwell.plan.methods.rollouts import Sampling, Workload
 from stepwell.plan.search.runs import values_of
 from stepwell.plan.search.space import Pins
+from stepwell.plan.steptime.coefficients import SHIPPED
+from stepwell.plan.steptime.flows import flows
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -26,6 +29,7 @@ REMAT: tuple[Recompute, ...] = ("none", "selective", "full")
 # Bytes a parameter of the block at work while the weights of a new version are packed: its tensors
 # as they are gathered (float32 masters; of adapters' base, bf16).
 GATHERED_TRAINED, GATHERED_FROZEN = 4, 2
+MATRICES = 7  # of a block
 
 
 @dataclass(frozen=True)
@@ -218,9 +222,32 @@ def gathered_of(layout: Arrangement) -> int:
 
 def _handing_over(question: Question, training: Training) -> float:
     """The weights of a step, gathered on every GPU for sampling."""
-    layout, machines = training.layout, question.cluster
-    n = layout.num_gpus
-    rate = (
-        machines.network_bytes_per_s if machines.spans_network(n) else machines.scaleup_bytes_per_s
-    )
-    return gathered_of(layout) * question.dims.parameters() * (n - 1) / n / rate
+    c = SHIPPED
+    found = flows(handed_over(question.dims, training.layout), question.cluster)
+    return sum(flow.seconds(c.scaleup, c.network, c.hop_s) for flow in found)
+
+
+def handed_over(dims: Dims, layout: Arrangement) -> list[Sent]:
+    """What a rank gathers, a matrix at a time: among its shards first where tensor ranks have rows
+    of the matrix, too, among tensor ranks first where they have columns. A base in 4 bits is whole
+    already."""
+    ends = dims.embedding_parameters * (1 if dims.tied else 2)
+    four = layout.adapters is not None and layout.adapters.quantized
+    blocks = 0 if four else dims.parameters() - ends
+    out = dims.num_layers * dims.d_model * (dims.num_heads * dims.head_dim + dims.d_ff)
+    by_columns = 0 if four or layout.tp == 1 else out
+    by_rows = blocks + ends - by_columns
+    tp, shards = layout.tp, layout.dp_shard
+    calls = MATRICES * dims.num_layers
+    sizes = {
+        ("dp_shard", shards, tp): by_columns + by_rows / tp,
+        ("tp", tp, 1): by_columns / shards + by_rows,
+    }
+    return [
+        Sent(
+            "all-gather", axis, "new weights", "forward", ranks, stride,
+            round(gathered_of(layout) * elements / calls), calls,
+        )
+        for (axis, ranks, stride), elements in sizes.items()
+        if ranks > 1
+    ]  # fmt: skip
