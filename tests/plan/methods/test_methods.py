@@ -19,12 +19,8 @@ from stepwell.plan.footprint.coefficients import SHIPPED
 from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.memory.ledger import method_bytes_per_parameter
 from stepwell.plan.memory.models import ModelBytes, predict_models
-from stepwell.plan.methods.methods import (
-    MethodPlan,
-    evaluate,
-    placed_models,
-    plan_method,
-)
+from stepwell.plan.methods.evaluated import evaluate, placed_models
+from stepwell.plan.methods.methods import MethodPlan, plan_method
 from stepwell.plan.methods.placements import (
     METHODS,
     asked_of,

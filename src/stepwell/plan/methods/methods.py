@@ -7,99 +7,35 @@ Bytes of models are `plan/memory/models`, of the training step `plan/footprint`,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepwell.plan.cluster import Cluster, cluster
-from stepwell.plan.footprint.coefficients import SHIPPED
 from stepwell.plan.job import Arrangement, dims_of
 from stepwell.plan.memory.ledger import method_bytes_per_parameter
-from stepwell.plan.memory.models import ModelBytes
+from stepwell.plan.methods.evaluated import Evaluated, evaluate, placed_models
 from stepwell.plan.methods.placements import (
     SAMPLED,
     Placement,
     asked_of,
-    changes,
     check_method,
-    distance,
-    settings_of,
     variants,
 )
 from stepwell.plan.methods.rollouts import (
-    Sampling,
     Workload,
-    fewest_scoring_gpus,
-    fewest_server_gpus,
-    own_sampler,
-    server,
-    weight_bytes,
 )
 from stepwell.plan.methods.training import (
     Question,
-    Training,
     apart_of,
-    gathered_of,
-    largest_part,
-    times_of,
-    trainings_of,
 )
 from stepwell.plan.search.checks import check_headroom, option, pins_text
-from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import Pins
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 MAX_GPUS = 16384
 PINNED = ("tp", "max_tp", "recompute", "micro_batch_rows", "headroom_bytes")
-NO_COPY = (
-    "the engine, which packs a whole copy of the policy on every GPU before it samples, also for a "
-    "server, would have to do without"
-)
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A placement on a number of GPUs. models: bytes on a training GPU. phases: bytes of its
-    moments, with what the allocator and the driver take. times: seconds of a step by part. servers:
-    GPUs beside those that train, by what they do. settings: keys of the run. lacks: what the engine
-    would need for it; empty if it runs as it is. why_tp: what is gained by its tensor ranks."""
-
-    placement: Placement
-    num_gpus: int
-    trainers: int
-    servers: dict[str, int]
-    layout: str
-    models: dict[str, ModelBytes]
-    phases: dict[str, float]
-    limit: float
-    host_of_machine: float
-    host_limit: float | None
-    sampling: Sampling | None
-    times: dict[str, float]
-    settings: dict[str, str | int | float]
-    changes: tuple[str, ...] = ()
-    distance: int = 0
-    lacks: str = ""
-    gpu: str = ""
-    why_tp: str = ""
-
-    @property
-    def peak(self) -> float:
-        return max(self.phases.values())
-
-    @property
-    def phase(self) -> str:
-        return max(self.phases, key=lambda name: self.phases[name])
-
-    @property
-    def fits(self) -> bool:
-        host = self.host_limit is None or self.host_of_machine <= self.host_limit
-        return self.peak <= self.limit and host
-
-    @property
-    def step_s(self) -> float:
-        return sum(self.times.values())
 
 
 @dataclass(frozen=True)
@@ -293,146 +229,3 @@ def _state_per_parameter(question: Question, asked: Placement) -> float:
     alone = Arrangement(question.workload.seq_len, 1, 1, compiled=False)
     models = placed_models(apart_of(question, asked, alone), asked)
     return sum(model.total for model in models.values()) / P
-
-
-# --- one placement ---------------------------------------------------------------------------
-
-
-def evaluate(
-    question: Question, asked: Placement, placement: Placement, num_gpus: int
-) -> Evaluated | None:
-    """With the fastest layout that fits, or the one that comes nearest to fitting. None if there
-    are no GPUs left to train on, or no layout is legal."""
-    servers = _servers(question, placement)
-    if servers is None:
-        return None
-    trainers = num_gpus - sum(servers.values())
-    choices = trainings_of(question, placement, trainers) if trainers > 0 else []
-    if not choices:
-        return None
-    best: Evaluated | None = None
-    for copies in (True, False) if placement.sampler == "server" else (True,):
-        found = [
-            _placed(question, asked, placement, num_gpus, servers, training, copies)
-            for training in choices
-        ]
-        fitting = [one for one in found if one.fits]
-        if fitting:
-            return _with_reason(min(fitting, key=lambda one: one.step_s), found)
-        best = best or _with_reason(min(found, key=lambda one: one.peak), found)
-    return best
-
-
-def _with_reason(chosen: Evaluated, others: Sequence[Evaluated]) -> Evaluated:
-    """With why its tensor ranks are better than none, if there was a choice."""
-    tp = chosen.settings["layout.tp"]
-    alone = [one for one in others if one.settings["layout.tp"] == 1]
-    if tp == 1 or not alone:
-        return chosen
-    other = min(alone, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
-    if other.fits:
-        why = f"is faster than TP 1, {other.step_s:,.1f} s"
-    elif other.peak > other.limit:
-        how = "because" if chosen.fits else "comes nearest:"
-        why = f"{how} at TP 1 {other.phase} needs {other.peak / 1e9:,.1f} GB"
-    else:
-        why = "because at TP 1 the host has no room"
-    return replace(chosen, why_tp=f"TP {tp} {why}")
-
-
-def _servers(question: Question, placement: Placement) -> dict[str, int] | None:
-    """GPUs beside those that train; None if a machine's fast links join too few for it."""
-    found: dict[str, int | None] = {}
-    if placement.sampler == "server":
-        found["sampler"] = fewest_server_gpus(question.dims, question.workload, question.cluster)
-    if placement.reward == "served":
-        found["reward"] = fewest_scoring_gpus(dims_of(question.reward), question.cluster)
-    if any(number is None for number in found.values()):
-        return None
-    return {name: number for name, number in found.items() if number}
-
-
-def _placed(
-    question: Question,
-    asked: Placement,
-    placement: Placement,
-    num_gpus: int,
-    servers: dict[str, int],
-    training: Training,
-    copies: bool,
-) -> Evaluated:
-    """copies: whether every GPU that trains has the policy's weights a second time, to sample."""
-    models = placed_models(training.models, placement)
-    samples = placement.sampler != "none"
-    copy = weight_bytes(question.dims) if samples and copies else 0
-    sampling = _sampling(question, placement, training, servers)
-    resting = sum(model.total - model.gradients for model in models.values())
-    others = resting - (models["policy"].total - models["policy"].gradients)
-    parked = models["reference"].host if "reference" in models else 0
-    phases = {"training": training.allocated + others + copy}
-    if copy:
-        live = training.layout.num_gpus == 1 and placement.adapters == "none"
-        gathered = 0 if live else gathered_of(training.layout)
-        phases["packing"] = resting + copy + gathered * largest_part(question.dims)
-    if samples:
-        scores = parked + training.gathered
-        phases["scoring"] = resting + copy + scores
-        own = sampling.cache + sampling.workspace if sampling and not servers.get("sampler") else 0
-        phases["sampling"] = resting + copy + own
-    away = sum(model.host for name, model in models.items() if name != "policy")
-    device = question.cluster.accelerator
-    here = min(training.layout.num_gpus, question.cluster.gpus_per_node)
-    return Evaluated(
-        placement=placement,
-        num_gpus=num_gpus,
-        trainers=training.layout.num_gpus,
-        servers=servers,
-        layout=short(training.layout),
-        models=models,
-        phases={name: n * (1 + training.reserve) + training.outside for name, n in phases.items()},
-        limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
-        host_of_machine=here * (training.host + away),
-        host_limit=question.cluster.host_memory_bytes,
-        sampling=sampling,
-        times=times_of(question, placement, training, sampling),
-        settings={
-            **settings_of(question.method, placement, question.lora_rank),
-            "layout.tp": training.layout.tp,
-            "remat.mode": training.layout.recompute,
-        },
-        changes=changes(asked, placement),
-        distance=distance(asked, placement),
-        lacks="" if copies or not samples else NO_COPY,
-        gpu=device.name,
-    )
-
-
-def placed_models(apart: dict[str, ModelBytes], placement: Placement) -> dict[str, ModelBytes]:
-    """What each model takes where it is."""
-    found = {"policy": apart["policy"]}
-    if placement.critic == "separate":
-        found["critic"] = apart["critic"]
-    elif placement.critic == "shared":
-        found["critic"] = ModelBytes()
-    if placement.reference == "separate":
-        found["reference"] = apart["reference"]
-    elif placement.reference == "host":
-        found["reference"] = ModelBytes(host=apart["reference"].parameters)
-    elif placement.reference != "none":
-        found["reference"] = ModelBytes()
-    if placement.reward == "model":
-        found["reward"] = apart["reward"]
-    elif placement.reward != "none":
-        found["reward"] = ModelBytes()
-    return found
-
-
-def _sampling(
-    question: Question, placement: Placement, training: Training, servers: dict[str, int]
-) -> Sampling | None:
-    if placement.sampler == "none":
-        return None
-    if placement.sampler == "server":
-        return server(question.dims, question.workload, question.cluster, servers["sampler"])
-    shares = training.layout.data_ranks
-    return own_sampler(question.dims, question.workload, question.cluster, shares)

@@ -7,7 +7,8 @@ from typing import Any
 
 from stepwell.hardware import GIB
 from stepwell.plan.cluster import GB
-from stepwell.plan.methods.methods import NO_COPY, Evaluated, MethodPlan
+from stepwell.plan.methods.evaluated import NO_COPY, Evaluated
+from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.placements import SAMPLED
 from stepwell.plan.methods.rollouts import Workload
 
@@ -188,8 +189,11 @@ def as_json(plan: MethodPlan) -> dict[str, Any]:
     def told(one: Evaluated | None) -> dict[str, Any] | None:
         if one is None:
             return None
-        more = {"peak": one.peak, "phase": one.phase, "fits": one.fits, "step_s": one.step_s}
-        return {**asdict(one), **more}
+        read = ("peak", "phase", "phases", "fits", "step_s", "layout", "trainers")
+        return {
+            **{name: value for name, value in asdict(one).items() if name != "job"},
+            **{name: getattr(one, name) for name in read},
+        }
 
     return {
         "method": plan.method,

@@ -1,0 +1,261 @@
+"""One placement of a method's models on so many GPUs: bytes of its moments, seconds of its step. No
+torch.
+
+Bytes of models are `plan/memory/models`, of the training step `plan/footprint`, of sampling
+`plan/methods/rollouts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stepwell.plan.footprint.coefficients import SHIPPED
+from stepwell.plan.job import Job, dims_of
+from stepwell.plan.memory.models import ModelBytes
+from stepwell.plan.methods.placements import Placement, changes, distance, settings_of
+from stepwell.plan.methods.rollouts import (
+    Sampling,
+    fewest_scoring_gpus,
+    fewest_server_gpus,
+    own_sampler,
+    server,
+    weight_bytes,
+)
+from stepwell.plan.methods.training import (
+    Question,
+    Training,
+    gathered_of,
+    largest_part,
+    times_of,
+    trainings_of,
+)
+from stepwell.plan.search.runs import short
+
+NO_COPY = (
+    "the engine, which packs a whole copy of the policy on every GPU before it samples, also for a "
+    "server, would have to do without"
+)
+
+
+# What a GPU holds beside models.
+COPY, CACHE = "the sampler's copy", "keys and values"
+ACTIVATIONS, GATHERED = "activations and workspace", "gathered weights"
+OUTSIDE = "driver, communicators, fragmentation"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A placement on a number of GPUs, of which those that train have the layout of `job`. models:
+    bytes on a training GPU. parts: bytes of its moments, by what they are; OUTSIDE is what the
+    allocator and the driver take. times: seconds of a step by part. servers: GPUs beside those that
+    train, by what they do. settings: keys of the run. lacks: what the engine would need for it;
+    empty if it runs as it is. why_tp: what is gained by its tensor ranks."""
+
+    placement: Placement
+    num_gpus: int
+    servers: dict[str, int]
+    job: Job
+    models: dict[str, ModelBytes]
+    parts: dict[str, dict[str, float]]
+    limit: float
+    host_of_machine: float
+    host_limit: float | None
+    sampling: Sampling | None
+    times: dict[str, float]
+    settings: dict[str, str | int | float]
+    changes: tuple[str, ...] = ()
+    distance: int = 0
+    lacks: str = ""
+    gpu: str = ""
+    why_tp: str = ""
+
+    @property
+    def trainers(self) -> int:
+        return self.job.layout.num_gpus
+
+    @property
+    def layout(self) -> str:
+        return short(self.job.layout)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Bytes of its moments."""
+        return {name: sum(parts.values()) for name, parts in self.parts.items()}
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+    @property
+    def phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_limit is None or self.host_of_machine <= self.host_limit
+        return self.peak <= self.limit and host
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.times.values())
+
+
+def evaluate(
+    question: Question, asked: Placement, placement: Placement, num_gpus: int
+) -> Evaluated | None:
+    """With the fastest layout that fits, or the one that comes nearest to fitting. None if there
+    are no GPUs left to train on, or no layout is legal."""
+    servers = servers_of(question, placement)
+    if servers is None:
+        return None
+    trainers = num_gpus - sum(servers.values())
+    choices = trainings_of(question, placement, trainers) if trainers > 0 else []
+    if not choices:
+        return None
+    best: Evaluated | None = None
+    for copies in (True, False) if placement.sampler == "server" else (True,):
+        found = [
+            placed(question, asked, placement, num_gpus, servers, training, copies)
+            for training in choices
+        ]
+        fitting = [one for one in found if one.fits]
+        if fitting:
+            return _with_reason(min(fitting, key=lambda one: one.step_s), found)
+        best = best or _with_reason(min(found, key=lambda one: one.peak), found)
+    return best
+
+
+def _with_reason(chosen: Evaluated, others: Sequence[Evaluated]) -> Evaluated:
+    """With why its tensor ranks are better than none, if there was a choice."""
+    tp = chosen.settings["layout.tp"]
+    alone = [one for one in others if one.settings["layout.tp"] == 1]
+    if tp == 1 or not alone:
+        return chosen
+    other = min(alone, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
+    if other.fits:
+        why = f"is faster than TP 1, {other.step_s:,.1f} s"
+    elif other.peak > other.limit:
+        how = "because" if chosen.fits else "comes nearest:"
+        why = f"{how} at TP 1 {other.phase} needs {other.peak / 1e9:,.1f} GB"
+    else:
+        why = "because at TP 1 the host has no room"
+    return replace(chosen, why_tp=f"TP {tp} {why}")
+
+
+def servers_of(question: Question, placement: Placement) -> dict[str, int] | None:
+    """GPUs beside those that train; None if a machine's fast links join too few for it."""
+    found: dict[str, int | None] = {}
+    if placement.sampler == "server":
+        found["sampler"] = fewest_server_gpus(question.dims, question.workload, question.cluster)
+    if placement.reward == "served":
+        found["reward"] = fewest_scoring_gpus(dims_of(question.reward), question.cluster)
+    if any(number is None for number in found.values()):
+        return None
+    return {name: number for name, number in found.items() if number}
+
+
+def placed(
+    question: Question,
+    asked: Placement,
+    placement: Placement,
+    num_gpus: int,
+    servers: dict[str, int],
+    training: Training,
+    copies: bool,
+) -> Evaluated:
+    """copies: whether every GPU that trains has the policy's weights a second time, to sample."""
+    models = placed_models(training.models, placement)
+    sampling = _sampling(question, placement, training, servers)
+    parts = _parts(question, placement, training, models, sampling, servers, copies)
+    away = sum(model.host for name, model in models.items() if name != "policy")
+    device = question.cluster.accelerator
+    here = min(training.layout.num_gpus, question.cluster.gpus_per_node)
+    return Evaluated(
+        placement=placement,
+        num_gpus=num_gpus,
+        servers=servers,
+        job=training.job,
+        models=models,
+        parts={name: _with_outside(held, training) for name, held in parts.items()},
+        limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
+        host_of_machine=here * (training.host + away),
+        host_limit=question.cluster.host_memory_bytes,
+        sampling=sampling,
+        times=times_of(question, placement, training, sampling),
+        settings={
+            **settings_of(question.method, placement, question.lora_rank),
+            "layout.tp": training.layout.tp,
+            "remat.mode": training.layout.recompute,
+        },
+        changes=changes(asked, placement),
+        distance=distance(asked, placement),
+        lacks="" if copies or placement.sampler == "none" else NO_COPY,
+        gpu=device.name,
+    )
+
+
+def _parts(
+    question: Question,
+    placement: Placement,
+    training: Training,
+    models: dict[str, ModelBytes],
+    sampling: Sampling | None,
+    servers: dict[str, int],
+    copies: bool,
+) -> dict[str, dict[str, float]]:
+    """Tensors of each moment. Only one model has gradients and activations at a time."""
+    policy = models["policy"]
+    resting: dict[str, float] = {n: model.total - model.gradients for n, model in models.items()}
+    state = min(policy.total, training.allocated)
+    copy = {COPY: weight_bytes(question.dims)} if sampling is not None and copies else {}
+    step = {"policy": state, ACTIVATIONS: training.allocated - state}
+    parts = {"training": {**resting, **step, **copy}}
+    if sampling is None:
+        return parts
+    if copy:
+        live = training.layout.num_gpus == 1 and placement.adapters == "none"
+        gathered = 0 if live else gathered_of(training.layout)
+        parts["packing"] = {**resting, **copy, GATHERED: gathered * largest_part(question.dims)}
+    parked = models["reference"].host if "reference" in models else 0
+    parts["scoring"] = {**resting, **copy, GATHERED: parked + training.gathered}
+    parts["sampling"] = {**resting, **copy}
+    if not servers.get("sampler"):
+        parts["sampling"] |= {CACHE: sampling.cache, ACTIVATIONS: sampling.workspace}
+    return parts
+
+
+def _with_outside(parts: dict[str, float], training: Training) -> dict[str, float]:
+    outside = sum(parts.values()) * training.reserve + training.outside
+    return {**{name: n for name, n in parts.items() if n}, OUTSIDE: outside}
+
+
+def placed_models(apart: dict[str, ModelBytes], placement: Placement) -> dict[str, ModelBytes]:
+    """What each model takes where it is."""
+    found = {"policy": apart["policy"]}
+    if placement.critic == "separate":
+        found["critic"] = apart["critic"]
+    elif placement.critic == "shared":
+        found["critic"] = ModelBytes()
+    if placement.reference == "separate":
+        found["reference"] = apart["reference"]
+    elif placement.reference == "host":
+        found["reference"] = ModelBytes(host=apart["reference"].parameters)
+    elif placement.reference != "none":
+        found["reference"] = ModelBytes()
+    if placement.reward == "model":
+        found["reward"] = apart["reward"]
+    elif placement.reward != "none":
+        found["reward"] = ModelBytes()
+    return found
+
+
+def _sampling(
+    question: Question, placement: Placement, training: Training, servers: dict[str, int]
+) -> Sampling | None:
+    if placement.sampler == "none":
+        return None
+    if placement.sampler == "server":
+        return server(question.dims, question.workload, question.cluster, servers["sampler"])
+    shares = training.layout.data_ranks
+    return own_sampler(question.dims, question.workload, question.cluster, shares)
