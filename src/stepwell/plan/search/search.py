@@ -40,6 +40,7 @@ from stepwell.plan.search.space import (
     recomputations,
     schedules,
 )
+from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -197,10 +198,16 @@ def _leanest(task: Task) -> Iterator[Arrangement]:
 
 class Prices:
     """Time and memory of layouts of one model on one cluster, each asked for once. config: the
-    engine's model, if it has it."""
+    engine's model, if it has it. rates: what the machines give."""
 
-    def __init__(self, dims: Dims, cluster: Cluster, config: ModelConfig | None = None):
-        self.dims, self.cluster, self.config = dims, cluster, config
+    def __init__(
+        self,
+        dims: Dims,
+        cluster: Cluster,
+        config: ModelConfig | None = None,
+        rates: Coefficients = SHIPPED,
+    ):
+        self.dims, self.cluster, self.config, self.rates = dims, cluster, config, rates
         self.micro_batch = lru_cache(maxsize=None)(self._micro_batch)
         self.as_run = lru_cache(maxsize=None)(self._as_run)
         self.time = lru_cache(maxsize=None)(self._time)
@@ -212,7 +219,7 @@ class Prices:
         return Job(self.dims, layout, self.cluster)
 
     def _time(self, layout: Arrangement) -> StepTime:
-        return predict_step(self.job(layout))
+        return predict_step(self.job(layout), self.rates)
 
     def _bound(self, layout: Arrangement) -> float:
         """Seconds that no way to divide the model among the data ranks takes less than."""
@@ -224,7 +231,7 @@ class Prices:
 
     def _micro_batch(self, layout: Arrangement) -> float:
         """Seconds of computing one on all blocks and the head, with what it waits for within."""
-        parts = predict_step(self.job(layout)).parts
+        parts = predict_step(self.job(layout), self.rates).parts
         return sum(parts.get(name, 0.0) for name in OF_MICRO_BATCHES)
 
     def _memory(self, layout: Arrangement) -> Footprint:
@@ -243,7 +250,7 @@ class Prices:
     def on(self, cluster: Cluster) -> Prices:
         """Of the same model on machines of the same sizes, with other rates or more memory; what
         does not depend on that is shared."""
-        other, now = Prices(self.dims, cluster, self.config), self.cluster
+        other, now = Prices(self.dims, cluster, self.config, self.rates), self.cluster
         other.memory = self.memory
         memory_bytes = now.accelerator.memory_bytes
         same = replace(cluster.accelerator, memory_bytes=memory_bytes)

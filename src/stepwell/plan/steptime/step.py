@@ -48,7 +48,8 @@ KERNEL_GAP_S = 2e-6
 class StepTime:
     """parts: seconds by name; they add up to total_s. model_flops: of the step on one GPU, causal
     attention counted by half, nothing recomputed counted. hardware_flops: with what is recomputed.
-    ideal_s: model_flops at peak_flops_per_s, the datasheet's for the run's precision."""
+    ideal_s: model_flops at peak_flops_per_s, the datasheet's for the run's precision. recomputed:
+    what part "recomputation" is of."""
 
     parts: dict[str, float]
     model_flops: float
@@ -58,6 +59,7 @@ class StepTime:
     num_gpus: int
     product_peak_s: float
     attention_peak_s: float
+    recomputed: dict[str, float]
 
     @property
     def total_s(self) -> float:
@@ -269,7 +271,8 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     parts["gradient accumulation"] = _accumulation(layout, work, rates)
     parts["optimizer"] = _optimizer(job, work, rates)
     parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
-    return _step_time(job, work, parts)
+    kinds = {"products": again.products, "attention": again.attention, "memory": again.memory}
+    return _step_time(job, work, parts, {name: m * seconds for name, seconds in kinds.items()})
 
 
 def _ranks(work: Work, layout: Arrangement, rates: Rates):
@@ -408,7 +411,9 @@ def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, a
 # --- FLOPs -----------------------------------------------------------------------------------
 
 
-def _step_time(job: Job, work: Work, parts: dict[str, float]) -> StepTime:
+def _step_time(
+    job: Job, work: Work, parts: dict[str, float], recomputed: dict[str, float]
+) -> StepTime:
     layout, dims = job.layout, job.dims
     device = job.cluster.accelerator
     tokens = layout.global_batch_tokens
@@ -431,6 +436,7 @@ def _step_time(job: Job, work: Work, parts: dict[str, float]) -> StepTime:
         num_gpus=layout.num_gpus,
         product_peak_s=trained * matrices * scale / top,
         attention_peak_s=3 * attention * scale / top,
+        recomputed=recomputed,
     )
 
 
