@@ -297,10 +297,17 @@ class Engine:
             self.delayed_scaling.forget()
         self._last_loss = None
 
-    def shadow(self, batch: Batch, loss: Loss, temperature: float = 1.0) -> dict[str, float]:
+    def shadow(
+        self,
+        batch: Batch,
+        loss: Loss,
+        temperature: float = 1.0,
+        denominators: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
         """How far the gradients at hand are from those of the same batch without fp8: `compare`'s
         numbers, among the weights of layers in 8 bits (all, if there are none). Between
-        forward_backward and optim_step; changes nothing, but holds the gradients twice meanwhile.
+        forward_backward and optim_step, with its arguments; changes nothing, but holds the
+        gradients twice meanwhile.
         """
         if self._last_loss is None:
             raise TrainingError("shadow() needs forward_backward() before it")
@@ -311,7 +318,7 @@ class Engine:
             for parameter in named.values():
                 parameter.grad = None
             with without_fp8(self.pieces), torch.random.fork_rng(cuda):
-                self.forward_backward(batch, loss, temperature)
+                self.forward_backward(batch, loss, temperature, denominators)
             wanted = {name: parameter.grad for name, parameter in named.items()}
         finally:
             self._last_loss = before

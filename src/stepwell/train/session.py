@@ -141,7 +141,7 @@ class Session:
         engine = self.engine
         self.stats = stats = engine.forward_backward(batch, loss, temperature, denominators)
         found = dict(more() if callable(more) else more or {})
-        differences = self.check_precision(batch, loss, temperature)
+        differences = self.check_precision(batch, loss, temperature, denominators)
         try:
             info = engine.optim_step()
         except GuardStop as stop:
@@ -309,7 +309,11 @@ class Session:
         )
 
     def check_precision(
-        self, batch: Batch, loss: Loss, temperature: float = 1.0
+        self,
+        batch: Batch,
+        loss: Loss,
+        temperature: float,
+        denominators: Mapping[str, float] | None,
     ) -> dict[str, float]:
         """Every precision.fp8.shadow_every steps, between forward_backward and optim_step: how far
         the gradients are from those without fp8, for the step's line; reported when that is too
@@ -318,7 +322,7 @@ class Session:
         if not fp8.shadow_every or step % fp8.shadow_every:
             return {}
         start = time.perf_counter()
-        numbers = self.engine.shadow(batch, loss, temperature)
+        numbers = self.engine.shadow(batch, loss, temperature, denominators)
         seconds = time.perf_counter() - start
         self._mark += seconds
         difference = numbers[shadow.DIFFERENCE]

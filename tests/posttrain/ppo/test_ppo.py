@@ -32,6 +32,7 @@ from stepwell.posttrain.ppo.targets import (
 from stepwell.sections.methods import PPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
+from stepwell.train.shadow import DIFFERENCE
 from stepwell.train.weights import TOKENIZER
 from stepwell.types import ConfigError
 from tests import oracle, runs
@@ -444,6 +445,20 @@ def test_shown_numbers(world):
         assert two["train/value_loss"] != one["train/value_loss"]
         assert one["critic/skipped"] == 0
     assert lines[0]["kl/coef"] != lines[2]["kl/coef"]
+
+
+def test_a_check_of_the_precision_is_of_the_step_and_leaves_its_numbers_alone(world):
+    """Minibatches of unequal lengths are divided by one denominator, in the check as in the step;
+    and its pass is not among the tokens that sampler and trainer are compared on."""
+    values = {"precision.fp8.recipe": "rowwise", "method.minibatches": 3, "train.steps": 2}
+    values |= {"method.group_size": 1, "method.critic": "shared", "method.kl_coef": 0.0}
+    assert main(words("ppo", settings("unchecked", **values))) == 0
+    values["precision.fp8.shadow_every"] = 1
+    assert main(words("ppo", settings("checked", **values))) == 0
+    plain, checked = measured(world / "unchecked"), measured(world / "checked")
+    for one, other in zip(plain, checked, strict=True):
+        assert 0 < other[DIFFERENCE] < 0.2
+        assert {key: value for key, value in other.items() if key in one} == one
 
 
 def test_killed_twice_it_ends_as_if_undisturbed(world):

@@ -153,7 +153,7 @@ def _train(
     if fresh:
         write(samples, start, likeliest(), greedy=True)
     state = _state(session.extra, method)
-    gauge, empty, told, held = Gauge(), 0, False, dict[str, int]()
+    empty, told, held = 0, False, dict[str, int]()
     overopt = Overopt(session, rewards, state["overopt"])
     overopt.check_stopped()
     session.pause()
@@ -177,11 +177,13 @@ def _train(
         answers = ask(answers, engine, critic, reference, pad_id)
         answers, shown = with_targets(answers, method, coef)
         more |= overopt.see(rollouts, shown["kl/reference"] if reference is not None else None)
-        loss, action = policy_loss(method, coef, gauge), ""
+        action = ""
         for batch, denominators in passes(answers, run, number, mesh, pad_id):
             line = more | shown | critic_step(critic, method, batch, denominators, held)
+            gauge = Gauge()  # of this step alone: checks of it ask the loss again
+            loss = policy_loss(method, coef, gauge)
 
-            def seen(line: dict[str, float] = line) -> dict[str, float]:
+            def seen(line: dict[str, float] = line, gauge: Gauge = gauge) -> dict[str, float]:
                 held.setdefault("policy", gradient_bytes(engine))
                 return line | gauge.read(mesh).metrics()
 
