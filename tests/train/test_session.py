@@ -1,5 +1,6 @@
 """What surrounds the steps of every loop: folders, signals, saving, and the numbers shown."""
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -15,7 +16,7 @@ from stepwell.launch import stopping
 from stepwell.metrics import read_events, read_lines
 from stepwell.models.flops import count_parameters
 from stepwell.train.folder import differing_keys, flat_keys
-from stepwell.train.losses import cross_entropy
+from stepwell.train.losses import Loss, LossSums, cross_entropy
 from stepwell.train.start import open_session
 from stepwell.train.step_flops import step_flops
 from stepwell.types import ConfigError, Interrupted
@@ -36,6 +37,24 @@ def take_step(session, **more):
     info = session.engine.optim_step()
     session.record(batch, stats, info, more)
     return stats, info
+
+
+def test_a_bad_step_is_looked_at_with_its_own_noise(tmp_path):
+    """Noise is drawn by the step's number, also in the pass that looks for the cause."""
+    noise = {"method.kind": "sft", "method.neftune_alpha": 5.0, "train.micro_batch_rows": 7}
+    run, seen = session_run(tmp_path, **noise), []
+    plain = cross_entropy(run.loss)
+
+    def fn(outputs, batch):
+        seen.append(outputs.logprobs_BT.detach())
+        sums, metrics = plain.fn(outputs, batch)
+        return LossSums({name: total * math.nan for name, total in sums.items()}, metrics)
+
+    with open_session(run, console=False) as session:
+        info = session.step(global_batch(), Loss(plain.needs, plain.denominators, fn))
+        assert session.engine.step == info.step == 1
+    assert info.skipped
+    assert torch.equal(*seen)
 
 
 def checkpoints(folder: Path) -> list[int]:

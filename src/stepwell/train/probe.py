@@ -160,18 +160,23 @@ def probe_step(
 
 
 def first_non_finite(
-    engine: Engine, batch: Batch, loss: Loss, temperature: float = 1.0
+    engine: Engine, batch: Batch, loss: Loss, temperature: float = 1.0, step: int | None = None
 ) -> Finding | None:
     """Where the batch's first non-finite value appears: the earliest micro-batch, in it the forward
     pass before the backward pass. Every rank must call it, and all get the same answer; None if
     everything is finite (this time).
 
-    The pass changes nothing: gradients are dropped, buffers (fp8 histories) set back.
+    step: that the batch was of (0 is the first), which dropout and noise are drawn by; by default
+    the step at hand. The pass changes nothing: gradients are dropped, buffers (fp8 histories) set
+    back.
     """
+    at_hand = engine.step
     buffers = [buffer for piece in engine.pieces for buffer in piece.buffers()]
     kept = [buffer.clone() for buffer in buffers]
     engine.drop_gradients()
+    engine.step = at_hand if step is None else step
     _, probe = probe_step(engine, batch, loss, temperature)
+    engine.step = at_hand
     first = probe.first or _first_bad_weight(engine, probe.micro_batch)
     engine.drop_gradients()
     with torch.no_grad():

@@ -147,11 +147,12 @@ class Session:
         except GuardStop as stop:
             if differences:  # the step has no line of its own
                 self.log.log(engine.step + 1, differences)
-            details = self._describe(stop.verdict, batch, loss, temperature)
-            raise self._stopped(stop, details, engine.step + 1) from None
+            step = engine.step + 1
+            details = self._describe(step, stop.verdict, batch, loss, temperature)
+            raise self._stopped(stop, details, step) from None
         self.record(batch, stats, info, {**found, **differences}, always=bool(differences))
         if info.skipped:
-            self._bad = self._describe(info.verdict, batch, loss, temperature)
+            self._bad = self._describe(info.step, info.verdict, batch, loss, temperature)
             if info.verdict.action == "skip":
                 details = self._bad | self._replayable(info.step, self._bad)
                 self.log.event("skip", info.step, **details)
@@ -159,14 +160,14 @@ class Session:
         return info
 
     def _describe(
-        self, verdict: Verdict, batch: Batch, loss: Loss, temperature: float
+        self, step: int, verdict: Verdict, batch: Batch, loss: Loss, temperature: float
     ) -> dict[str, Any]:
-        """What the guard saw, in which rows, and what is not finite: the first layer, weights and
-        moments."""
+        """What the guard saw at `step`, in which rows, and what is not finite: the first layer,
+        weights and moments."""
         stream, number, ids = self._drawn
         finding, bad_state = None, []
         if not math.isfinite(verdict.value):
-            finding = first_non_finite(self.engine, batch, loss, temperature)
+            finding = first_non_finite(self.engine, batch, loss, temperature, step - 1)
             bad_state = non_finite_state(self.engine)
         return {
             **{k: v for k, v in verdict._asdict().items() if k != "action"},
