@@ -76,7 +76,7 @@ def test_options_become_pins():
         (["--zero", "4"], "must be one of 0, 1, 2, 3"),
         (["--offload", "optimiser"], "did you mean 'optimizer'"),
         (["a", "b"], "two recipes"),
-        (["--measured", "mfu=0.3", "--measured", "step_s=3"], "step_s= beside another"),
+        (["--measured", "mfu=0.3", "--measured", "step_s=3"], "step_s=3 beside another"),
         (["--headroom", "x"], "number of GiB"),
         (["--headroom", "-1"], "nearest legal value is 0"),
     ],

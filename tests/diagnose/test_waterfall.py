@@ -1,38 +1,8 @@
 import pytest
 import torch
 
-from stepwell.diagnose.waterfall import (
-    Kernel,
-    category,
-    profiled_kernels,
-    union,
-    waterfall,
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopB_TNN", "products"),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "products"),
-        ("aten::mm", "products"),
-        ("aten::addmm", "products"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "products"),
-        ("void flash_bwd_kernel<Flash_bwd_kernel_traits>", "attention"),
-        ("stepwell::packed_attention", "attention"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("ncclDevKernel_AllGather_RING_LL", "collectives"),
-        ("void at::native::vectorized_elementwise_kernel<4, mul>", "memory-bound"),
-        ("aten::sum", "memory-bound"),
-        ("Memcpy DtoD (Device -> Device)", "memory-bound"),
-    ],
-)
-def test_category(name, wanted):
-    assert category(name) == wanted
-
-
-def test_union():
-    assert union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)]) == [(0, 2.5), (3, 4)]
+from stepwell.diagnose.waterfall import Kernel, profiled_kernels, waterfall
+from stepwell.plan.measured.parts import category
 
 
 def test_waterfall_adds_up_and_counts_overlap_once():

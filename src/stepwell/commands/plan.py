@@ -22,9 +22,11 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster, cluster, read_cluster
 from stepwell.plan.dims import Subject, find_model
 from stepwell.plan.explain.answer import Review, Searched, as_json, review_json
-from stepwell.plan.explain.knobs import Gap, gap, knobs, measured_step_s, together
+from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.explain.reasons import explain
 from stepwell.plan.job import Job, job_of
+from stepwell.plan.measured.gap import Gap, gap, measured_step_s
+from stepwell.plan.measured.source import measured_at
 from stepwell.plan.methods.rollouts import Workload
 from stepwell.plan.search.checks import pins_text
 from stepwell.plan.search.runs import run_of, values_of
@@ -40,6 +42,7 @@ from stepwell.plan.search.search import (
 )
 from stepwell.plan.search.space import Task
 from stepwell.sections.methods import SampledMethod
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, StepwellError
 
 USUAL_GPU = "h100-sxm"
@@ -99,7 +102,7 @@ def _model(asked: Asked, subject: Subject) -> int:
     )
     if not ranking.found:
         return _nothing_fits(asked, ranking)
-    measured = _gap(asked, ranking.best.job)
+    measured = _gap(asked, ranking.best.job, subject.config)
     if subject.missing:
         found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
         ranking = replace(ranking, found=tuple(found))
@@ -109,10 +112,11 @@ def _model(asked: Asked, subject: Subject) -> int:
         explanation=explain(ranking, prices, deep),
         pareto=tuple(pareto(ranking.found)),
         batches=tuple(batches(ranking, prices)) if deep else (),
-        knobs=tuple(knobs(prices, ranking.task, ranking.best.layout, subject.config)),
+        knobs=tuple(_knobs(measured, prices, ranking.best, ranking.task)),
         training_tokens=asked.get("tokens"),
         assumed=_assumed_of_model(asked, subject, ranking.task),
         gap=measured,
+        together=tuple(_together(measured, prices, ranking.best, ranking.task)) if measured else (),
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -148,10 +152,30 @@ def _show_dry_run(dry: Run | None, world: int, machines: Cluster) -> None:
         plan_dry_run.show(dry, world, machines)
 
 
-def _gap(asked: Asked, job: Job) -> Gap | None:
-    if "measured" not in asked.given:
+def _gap(
+    asked: Asked, job: Job, config: ModelConfig | None, run: Run | None = None
+) -> Gap | None:
+    """Of what was measured: a number, a trace, or the folder of a run."""
+    given = asked.get("measured")
+    if given is None:
         return None
-    return gap(job, measured_step_s(asked.given["measured"], job))
+    if isinstance(given, Path):
+        return measured_at(given, job, config, run)
+    name, value = next(iter(given.items()))
+    return gap(job, measured_step_s(given, job), config, f"{name}={value:g}")
+
+
+def _knobs(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Sequence[Knob]:
+    """At the rates that a trace shows, if there is one."""
+    if found is not None and found.comparison is not None:
+        return found.comparison.knobs
+    return knobs(prices, task, now.layout, prices.config)
+
+
+def _together(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Sequence[Knob]:
+    if found is not None and found.comparison is not None:
+        return found.comparison.together
+    return together(prices, task, now.layout, prices.config)
 
 
 def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, ...]:
@@ -227,7 +251,7 @@ def _recipe(asked: Asked) -> int:
     task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, run, world)
-    measured = _gap(asked, job)
+    measured = _gap(asked, job, run.model, run)
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
         tokens = task.rows * task.seq_len
@@ -239,8 +263,8 @@ def _recipe(asked: Asked) -> int:
         run=run,
         task=task,
         candidate=candidate,
-        knobs=tuple(knobs(prices, task, job.layout, run.model)),
-        together=() if quick else tuple(together(prices, task, job.layout, run.model)),
+        knobs=tuple(_knobs(measured, prices, candidate, task)),
+        together=() if quick else tuple(_together(measured, prices, candidate, task)),
         fastest=fastest,
         gap=measured,
         assumed=_assumed(asked, world, run),

@@ -8,11 +8,12 @@ import re
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stepwell.hardware import GIB
 from stepwell.plan.dims import EXPERT_KEYS, PLANNED
-from stepwell.plan.explain.knobs import MEASURES
+from stepwell.plan.measured.gap import MEASURES
 from stepwell.plan.search.space import Pins
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError, nearest
@@ -87,7 +88,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("headroom", "GIB", "memory of a GPU that must stay free", "gib"),
     ),
     "Other questions": (
-        Option("measured", "KEY=X", "step_s=, mfu=, tokens_per_s= ... of it: what explains it"),
+        Option("measured", "KEY=X|PATH", "step_s=, mfu= ..., a trace or a run: what explains it"),
         Option("zero-table", "", "DDP and ZeRO 1, 2, 3 beside each other", "switch"),
         Option("dry-run", "", "one step of the real program on fake ranks (torch)", "switch"),
         Option("validate", "FILE", "score the predictions on measured runs in a CSV"),
@@ -230,7 +231,7 @@ def _store(asked: Asked, option: Option | None, name: str, value: str) -> None:
     if key == "measured":
         found = measured(value)
         if key in place:
-            raise ConfigError(f"--measured {next(iter(found))}= beside another; give one of them")
+            raise ConfigError(f"--measured {value} beside another; give one of them")
         asked.given[key] = found
         return
     if key in place:
@@ -295,10 +296,15 @@ def words(name: str, text: str) -> tuple[str, ...]:
     return found
 
 
-def measured(text: str) -> dict[str, float]:
-    """`step_s=12.3`; a percent sign is understood of mfu. Raises ConfigError for another name, and
-    for a share above 1."""
+def measured(text: str) -> dict[str, float] | Path:
+    """`step_s=12.3`; a percent sign is understood of mfu. Or a trace, or a run's folder. Raises
+    ConfigError for another name, a share above 1 and a path that is not there."""
     key, equals, value = text.partition("=")
+    path = Path(text).expanduser()
+    if key not in MEASURES and path.exists():
+        return path
+    if not equals and ("/" in text or path.suffix in (".json", ".gz")):
+        raise ConfigError(f"--measured {text}: there is no such trace or run's folder")
     if equals and key not in MEASURES:
         raise ConfigError(
             f"--measured {text!r}: {key!r} is none of {', '.join(MEASURES)}{nearest(key, MEASURES)}"
@@ -309,7 +315,8 @@ def measured(text: str) -> dict[str, float]:
         found = None
     if not equals or found is None:
         raise ConfigError(
-            f"--measured {text!r} must be KEY=NUMBER, such as step_s=12.3 or mfu=0.35"
+            f"--measured {text!r} must be KEY=NUMBER, such as step_s=12.3 or mfu=0.35, a trace "
+            "(trace.json.gz) or a run's folder"
         )
     if value.endswith("%") and key != "mfu":
         raise ConfigError(f"--measured {text!r}: only mfu is a share; leave the % out")

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from stepwell.hardware import GIB
 from stepwell.plan.explain.answer import Review, Searched, memory_items, traffic_json, training
-from stepwell.plan.explain.knobs import Gap, Knob
+from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import (
     change_text,
     count_text,
@@ -22,6 +22,15 @@ from stepwell.plan.explain.reasons import (
     zero_text,
 )
 from stepwell.plan.job import Dims
+from stepwell.plan.measured.gap import Gap
+from stepwell.plan.measured.shown import (
+    LINE_COLUMNS,
+    LINK_COLUMNS,
+    easing,
+    head,
+    line_rows,
+    link_rows,
+)
 from stepwell.plan.search.runs import data_text, offloaded, short
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
@@ -58,6 +67,7 @@ def searched(answer: Searched, most: int) -> Group:
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
         parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
+        parts += ["", *together_lines(answer.together, best, answer.gap)]
     if answer.training_tokens:
         parts += ["", training_text(best, answer.training_tokens)]
     parts += ["", title("Why"), *reasons(answer)]
@@ -92,8 +102,7 @@ def reviewed(answer: Review) -> Group:
     parts += [note("A machine's memory: " + host_text(answer))]
     parts += ["", title("What a GPU sends in a step"), traffic_table(candidate)]
     parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
-    if answer.together:
-        parts += ["", *together_lines(answer)]
+    parts += ["", *together_lines(answer.together, candidate, answer.gap)]
     if answer.fastest is not None:
         fastest = answer.fastest
         gain = 1 - fastest.step_s / candidate.step_s
@@ -340,7 +349,7 @@ def knob_lines(knobs: Sequence[Knob]) -> list[RenderableType]:
         name = knob.name + (f" ({knob.alters})" if knob.alters else "")
         after = knob.changed
         table.add_row(
-            f"{100 * knob.gain:+.1f} %", name, f"{after.step_s:.2f}",
+            f"{100 * knob.gain:+.1f} %", name, f"{knob.step_s:.2f}",
             f"{after.peak_bytes / GIB:.1f}", knob.setting,
         )  # fmt: skip
     for knob in blocked:
@@ -353,32 +362,68 @@ def knob_lines(knobs: Sequence[Knob]) -> list[RenderableType]:
     return [table]
 
 
-def together_lines(answer: Review) -> list[RenderableType]:
-    last = answer.together[-1]
-    names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in answer.together)
-    before, after = answer.candidate.step_s, last.changed.step_s
-    mfu = last.changed.step.mfu if last.changed.step else 0.0
+def together_lines(
+    together: Sequence[Knob], now: Candidate, gap: Gap | None
+) -> list[RenderableType]:
+    """From the measured step where its parts are known, else from the predicted one."""
+    if not together:
+        return []
+    last, step = together[-1], now.step
+    names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in together)
+    before = now.step_s if gap is None or gap.comparison is None else gap.measured_s
+    least = step.model_flops / step.peak_flops_per_s
     return [
         f"  One after the other: {names}.",
-        f"  Together {before:.2f} -> {after:.2f} s a step, MFU "
-        f"{100 * answer.candidate.step.mfu:.1f} -> {100 * mfu:.1f} %, "
-        f"{last.changed.peak_bytes / GIB:.1f} GiB.",
+        f"  Together {before:.2f} -> {last.step_s:.2f} s a step, MFU {100 * least / before:.1f} -> "
+        f"{100 * least / last.step_s:.1f} %, {last.changed.peak_bytes / GIB:.1f} GiB.",
     ]
 
 
 def gap_lines(gap: Gap) -> list[RenderableType]:
-    head = (
-        f"  {gap.measured_s:.2f} s measured, {gap.predicted_s:.2f} s predicted: "
-        f"{100 * (gap.ratio - 1):+.1f} %"
-    )
+    lines: list[RenderableType] = [Padding(head(gap), (0, 0, 0, 2))]
+    if gap.comparison is not None:
+        return [*lines, *comparison_lines(gap)]
     if not gap.suspects:
-        return [head, "  No slower than predicted: what it loses is below, and so is what gains."]
-    lines: list[RenderableType] = [head, "  What would explain it, each by itself:"]
+        return [*lines, "  No slower than predicted: what it loses is below, and so is what gains."]
+    lines.append("  What would explain it, each by itself:")
     for suspect in gap.suspects:
         text = Text(f"{suspect.name}: ", style="bold")
         text.append(f"{suspect.text}. ", style="not bold")
         text.append(f"Look at: {suspect.look}", style="not bold dim")
+        if suspect.eased_by:
+            text.append(f" If so, gains most: {easing(suspect.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))
+    lines.append(
+        note("Knobs below: gains of the predicted step. A trace tells those of the measured one.")
+    )
+    return lines
+
+
+def comparison_lines(gap: Gap) -> list[RenderableType]:
+    """The parts, the messages, what loses most; the knobs follow."""
+    comparison = gap.comparison
+    assert comparison is not None
+    lines: list[RenderableType] = [note(f"Note: {doubt}.") for doubt in comparison.doubts]
+    for columns, rows in (
+        (LINE_COLUMNS, line_rows(comparison)),
+        (LINK_COLUMNS, link_rows(comparison)),
+    ):
+        if not rows:
+            continue
+        table = plain(*columns)
+        for row in rows:
+            table.add_row(*row)
+        lines += ["", table]
+    if comparison.causes:
+        lines += ["", "  What loses most, against the prediction:"]
+    for cause in comparison.causes:
+        text = Text(f"{cause.title}, {cause.seconds:+.3f} s: ", style="bold")
+        text.append(f"{cause.text}. ", style="not bold")
+        text.append(f"Look at: {cause.look}", style="not bold dim")
+        if cause.eased_by:
+            text.append(f" Shrinks it most: {easing(cause.eased_by)}.", style="not bold")
+        lines.append(Padding(text, (0, 0, 0, 4)))
+    lines.append(note("Knobs below: gains of the measured step, at the rates that it shows."))
     return lines
 
 
@@ -393,6 +438,8 @@ def plain(*columns: str) -> Table:
         "GiB left",
         "time per token",
         "gain",
+        *LINE_COLUMNS[1:],
+        *LINK_COLUMNS[2:],
     }
     for column in columns:
         table.add_column(

@@ -7,19 +7,12 @@ rate is useful; the rest of their time, and all of the others', is lost, each un
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# The first pattern that is found in a kernel's (or, on a CPU, an operator's) name decides.
-CATEGORIES = {
-    "collectives": r"nccl|gloo|all_?gather|all_?reduce|reduce_scatter|all_?to_?all",
-    "optimizer": r"adam|multi_tensor_apply|foreach",
-    "attention": r"flash|fmha|attention|attn",
-    "products": r"gemm|cutlass|cublas|nvjet|xmma|matmul|(^|::|_)(add|b|ba|scaled_)?mm\b",
-}
-OTHER = "memory-bound"
+from stepwell.plan.measured.parts import COMPUTING, OTHER, category, covered_once, length
 
 
 class Kernel(NamedTuple):
@@ -65,11 +58,6 @@ class Waterfall:
         return lines
 
 
-def category(name: str) -> str:
-    lowered = name.lower()
-    return next((c for c, pattern in CATEGORIES.items() if re.search(pattern, lowered)), OTHER)
-
-
 def waterfall(
     kernels: Iterable[Kernel],
     step_s: float,
@@ -86,36 +74,21 @@ def waterfall(
     for kernel in kernels:
         found = by_category.setdefault(category(kernel.name), [])
         found.append((kernel.start_s, kernel.end_s))
-    taken: list[tuple[float, float]] = []
-    seconds, before = {}, 0.0
-    for name in ("products", "attention", "optimizer", OTHER, "collectives"):
-        taken = union([*taken, *by_category.get(name, [])])
-        now = sum(end - start for start, end in taken)
-        seconds[name], before = now - before, now
-    if before > step_s * 1.001:
-        raise ValueError(f"kernels take {before:.4f} s of a step of {step_s:.4f} s")
+    seconds, taken = covered_once(by_category, (*COMPUTING, "collectives"))
+    covered, spent = length(taken), defaultdict(float, seconds)
+    if covered > step_s * 1.001:
+        raise ValueError(f"kernels take {covered:.4f} s of a step of {step_s:.4f} s")
     ideal, recomputed = (flops / peak_flops_per_s for flops in (model_flops, recomputed_flops))
     return Waterfall(
         step_s=step_s,
         ideal_s=ideal,
         recomputed_s=recomputed,
-        below_peak_s=seconds["products"] + seconds["attention"] - ideal - recomputed,
-        memory_bound_s=seconds[OTHER],
-        optimizer_s=seconds["optimizer"],
-        collectives_s=seconds["collectives"],
-        idle_s=step_s - before,
+        below_peak_s=spent["products"] + spent["attention"] - ideal - recomputed,
+        memory_bound_s=spent[OTHER],
+        optimizer_s=spent["optimizer"],
+        collectives_s=spent["collectives"],
+        idle_s=step_s - covered,
     )
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same points as disjoint intervals in order."""
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def profiled_kernels(profiler: Any, device_type: str) -> list[Kernel]:

@@ -9,7 +9,7 @@ from stepwell.config import Run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
 from stepwell.plan.explain.answer import Review, Searched
-from stepwell.plan.explain.knobs import gap, knobs
+from stepwell.plan.explain.knobs import knobs
 from stepwell.plan.explain.page import render, write_page
 from stepwell.plan.explain.pictures import (
     WIDTH,
@@ -24,6 +24,7 @@ from stepwell.plan.explain.pictures import (
 from stepwell.plan.explain.reasons import explain, part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job, job_of
+from stepwell.plan.measured.gap import gap
 from stepwell.plan.search.search import Candidate, Prices, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall

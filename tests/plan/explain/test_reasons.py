@@ -16,7 +16,7 @@ from stepwell.plan.explain.answer import (
     training,
 )
 from stepwell.plan.explain.change import changed, refilled
-from stepwell.plan.explain.knobs import gap, knobs, measured_step_s, together
+from stepwell.plan.explain.knobs import knobs, together
 from stepwell.plan.explain.reasons import (
     MESSAGES,
     PARTS,
@@ -26,6 +26,7 @@ from stepwell.plan.explain.reasons import (
     messages_s,
 )
 from stepwell.plan.job import job_of
+from stepwell.plan.measured.gap import gap, measured_step_s
 from stepwell.plan.search.search import Candidate, Prices, batches, pareto, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.step import predict_step

@@ -10,8 +10,10 @@ from typing import Any
 
 from stepwell.config import Run
 from stepwell.plan.comms.collectives import collectives, totals
-from stepwell.plan.explain.knobs import Gap, Knob
+from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import Alternative, Explanation
+from stepwell.plan.measured.gap import Gap
+from stepwell.plan.measured.shown import comparison_json
 from stepwell.plan.memory.host import HostMemory, host_memory
 from stepwell.plan.search.runs import settings_of, short
 from stepwell.plan.search.search import Candidate, Ranking
@@ -22,7 +24,8 @@ from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 @dataclass(frozen=True)
 class Searched:
     """batches: searches with other batches. training_tokens: of the whole training, if known.
-    assumed: what nobody said. gap: of a measured step to that of the best layout."""
+    assumed: what nobody said. gap: of a measured step to that of the best layout. together: knobs
+    one after the other."""
 
     ranking: Ranking
     explanation: Explanation
@@ -32,6 +35,7 @@ class Searched:
     training_tokens: int | None = None
     assumed: tuple[str, ...] = ()
     gap: Gap | None = None
+    together: tuple[Knob, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -185,6 +189,7 @@ def as_json(searched: Searched, most: int) -> dict[str, Any]:
             candidate_json(other.found[0], full=False) for other in searched.batches if other.found
         ],
         "knobs": knobs_json(searched.knobs),
+        "together": knobs_json(searched.together),
     }
     if searched.training_tokens:
         values["training"] = training(searched.best, searched.training_tokens)
@@ -215,7 +220,7 @@ def knobs_json(knobs: Sequence[Knob]) -> list[dict[str, Any]]:
             "name": knob.name,
             "setting": knob.setting,
             "gain": knob.gain,
-            "time/step_s": knob.changed.step_s,
+            "time/step_s": knob.step_s,
             "memory/peak_bytes": round(knob.changed.peak_bytes),
             "works": knob.works,
             "refused": knob.changed.broken or knob.refused or None,
@@ -258,8 +263,20 @@ def review_json(review: Review) -> dict[str, Any]:
 
 
 def gap_json(found: Gap) -> dict[str, Any]:
-    return {
+    values = {
+        "source": found.source,
         "time/step_s": found.measured_s,
         "predicted_s": found.predicted_s,
-        "suspects": [asdict(suspect) for suspect in found.suspects],
+        "suspects": [
+            {
+                "name": suspect.name,
+                "text": suspect.text,
+                "look": suspect.look,
+                "eased_by": knobs_json(suspect.eased_by),
+            }
+            for suspect in found.suspects
+        ],
     }
+    if found.comparison is not None:
+        values |= comparison_json(found.comparison)
+    return values

@@ -13,8 +13,10 @@ from stepwell.files import write_text
 from stepwell.hardware import GIB
 from stepwell.plan.explain import pictures
 from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
-from stepwell.plan.explain.knobs import Gap, Knob
+from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import change_text, count_text, links_note
+from stepwell.plan.measured.gap import Gap
+from stepwell.plan.measured.shown import cause_rows, easing, head, line_rows, link_rows
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
@@ -78,12 +80,27 @@ def _of_review(answer: Review) -> dict[str, Any]:
 
 
 def _gap(found: Gap | None) -> list[Rows]:
-    if found is None or not found.suspects:
+    if found is None:
         return []
-    rows = [(s.name, s.text, s.look) for s in found.suspects]
-    note = f"{found.measured_s:.2f} s measured, {found.predicted_s:.2f} s predicted."
-    columns = ("suspect", "what would explain it by itself", "look at")
-    return [Rows("gap", "Measured against predicted", columns, rows, note=note)]
+    if found.comparison is not None:
+        return _compared(found)
+    rows = [(s.name, s.text, s.look, easing(s.eased_by)) for s in found.suspects]
+    columns = ("suspect", "what would explain it by itself", "look at", "if so, gains most")
+    return [Rows("gap", "Measured against predicted", columns, rows, note=head(found))]
+
+
+def _compared(found: Gap) -> list[Rows]:
+    comparison = found.comparison
+    assert comparison is not None
+    note = " ".join([head(found), *(f"Note: {doubt}." for doubt in comparison.doubts)])
+    lines = ("part of a step", "measured, s", "predicted, s", "difference, s")
+    links = ("messages of", "link", "busy, s", "exposed, s", "GiB", "GB/s", "expected", "rated")
+    causes = ("what loses", "s a step", "why", "look at", "knobs that shrink it")
+    return [
+        Rows("gap", "Measured against predicted", lines, line_rows(comparison), lines[1:], note),
+        Rows("links", "Messages measured", links, link_rows(comparison), links[2:]),
+        Rows("causes", "What loses most", causes, cause_rows(comparison), causes[1:2]),
+    ]
 
 
 def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:

@@ -1,0 +1,178 @@
+"""What could explain that a measured step takes longer than predicted, where only its seconds are
+known; and which knobs gain most if that is it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from stepwell.plan.explain.knobs import Knob, knobs
+from stepwell.plan.job import Job
+from stepwell.plan.measured.compare import Comparison, task_of
+from stepwell.plan.search.search import Prices
+from stepwell.plan.steptime.coefficients import SHIPPED as COEFFICIENTS
+from stepwell.plan.steptime.step import StepTime, predict_step
+from stepwell.sections.model import ModelConfig
+from stepwell.types import ConfigError
+
+# What can be measured of a step.
+MEASURES = ("step_s", "mfu", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu")
+LEAST_SHARE = 0.1  # of the gap, below which a cause is not worth a line
+WITHIN = 1.02  # no slower than predicted
+MOST_ADVICE = 2
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One cause that explains a measured step by itself. look: how to find out. eased_by: what
+    gains most if it is the cause."""
+
+    name: str
+    text: str
+    look: str
+    eased_by: tuple[Knob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Seconds of a step, measured and predicted. source: where the measured ones are from.
+    comparison: by parts, where a trace was given; then there are causes instead of suspects."""
+
+    measured_s: float
+    predicted_s: float
+    suspects: tuple[Suspect, ...]
+    source: str = ""
+    comparison: Comparison | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.measured_s / self.predicted_s
+
+
+def gap(job: Job, measured_s: float, config: ModelConfig | None = None, source: str = "") -> Gap:
+    """What a measured step lacks of the predicted one. config: the engine's model, if it has it.
+    Raises ConfigError for a time that is not above 0."""
+    if not measured_s > 0:
+        raise ConfigError(f"--measured: a step of {measured_s} s must be above 0")
+    predicted = predict_step(job).total_s
+    slower = measured_s > WITHIN * predicted
+    found = tuple(_suspects(job, measured_s, config)) if slower else ()
+    return Gap(measured_s, predicted, found, source)
+
+
+def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterator[Suspect]:
+    layout, cluster, c = job.layout, job.cluster, COEFFICIENTS
+    over = measured_s - predict_step(job).total_s
+    slow = _factor(lambda f: predict_step(_slow(job, "network", f)).total_s, measured_s)
+    if slow is not None:
+        rate = cluster.network_bytes_per_s * 8 / 1e9
+        yield Suspect(
+            "the network",
+            f"messages between machines at {slow * rate:,.0f} instead of {rate:,.0f} Gbit/s a GPU "
+            f"({100 * slow:.0f} %)",
+            "an all-reduce benchmark over the same machines; GPU-direct RDMA and all cards in use?",
+            _advice(Prices(job.dims, _slow(job, "network", slow).cluster, config), job),
+        )
+    slow = _factor(lambda f: predict_step(_slow(job, "scaleup", f)).total_s, measured_s)
+    if slow is not None:
+        rate = cluster.scaleup_bytes_per_s / 1e9
+        yield Suspect(
+            "the scale-up links",
+            f"messages within a machine at {slow * rate:,.0f} instead of {rate:,.0f} GB/s "
+            f"({100 * slow:.0f} %)",
+            "an all-reduce benchmark within one machine; are tensor ranks neighbours on it?",
+            _advice(Prices(job.dims, _slow(job, "scaleup", slow).cluster, config), job),
+        )
+    slow = _factor(lambda f: predict_step(job, c.slower_products(f)).total_s, measured_s)
+    if slow is not None:
+        yield Suspect(
+            "slow products",
+            f"matrix products at {100 * slow:.0f} % of the expected rate",
+            "clocks and power under load; one slow GPU slows all: time each rank's forward pass",
+            _advice(Prices(job.dims, cluster, config, c.slower_products(slow)), job),
+        )
+    others = {"compiled": layout.compiled, "overlap_data": layout.data_ranks > 1}
+    for name in (name for name, sensible in others.items() if sensible):
+        other = replace(job, layout=replace(layout, **{name: False}))
+        share = min(1.0, (predict_step(other).total_s - measured_s + over) / over)
+        if share > LEAST_SHARE:
+            yield _missing(name, share)
+    each_ms = 1000 * over / layout.num_micro_batches
+    yield Suspect(
+        "waiting",
+        f"{over:.2f} s a step, {each_ms:,.0f} ms a micro-batch, in which nothing runs",
+        "the data loader, checkpoints, evaluation, logging; idle time in a trace of one step",
+    )
+
+
+def _missing(name: str, share: float) -> Suspect:
+    if name == "compiled":
+        return Suspect(
+            "blocks that are not compiled",
+            f"eager blocks explain {100 * share:.0f} % of the gap",
+            "layout.compile=true in run.toml? graph breaks or recompilations in the log?",
+        )
+    return Suspect(
+        "gathers that nothing hides",
+        f"data ranks' messages beside no computing explain {100 * share:.0f} % of the gap",
+        "a trace: do all-gathers run beside the products? layout.prefetch_forward above 0?",
+    )
+
+
+def _slow(job: Job, link: str, factor: float) -> Job:
+    key = f"{link}_bytes_per_s"
+    cluster = replace(job.cluster, **{key: getattr(job.cluster, key) * factor})
+    return replace(job, cluster=cluster)
+
+
+def _advice(prices: Prices, job: Job) -> tuple[Knob, ...]:
+    """What gains most at these prices, and leaves the training as it is."""
+    found = knobs(prices, task_of(job), job.layout, prices.config)
+    return tuple(k for k in found if k.works and not k.alters and k.gain > 0)[:MOST_ADVICE]
+
+
+def _factor(seconds: Callable[[float], float], wanted_s: float) -> float | None:
+    """The factor below 1 with which a step takes wanted_s; None if not even a thousandth does."""
+    low, high = 1e-3, 1.0
+    if seconds(low) < wanted_s:
+        return None
+    for _ in range(24):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if seconds(middle) > wanted_s else (low, middle)
+    return high
+
+
+def measured_step_s(given: Mapping[str, float], job: Job) -> float:
+    """Seconds of a step from what was measured: step_s, mfu or tokens_per_s (of all GPUs), or
+    tokens_per_s_per_gpu, or tflops_per_gpu. Raises ConfigError for other names, or several, and for
+    a step faster than the useful products take at the peak rate."""
+    step, layout = predict_step(job), job.layout
+    ways: dict[str, Callable[[float], float]] = {
+        "step_s": lambda x: x,
+        "mfu": lambda x: step.model_flops / step.peak_flops_per_s / x,
+        "tokens_per_s": lambda x: layout.global_batch_tokens / x,
+        "tokens_per_s_per_gpu": lambda x: layout.global_batch_tokens / layout.num_gpus / x,
+        "tflops_per_gpu": lambda x: step.model_flops / x / 1e12,
+    }
+    if len(given) != 1 or next(iter(given)) not in ways:
+        raise ConfigError(
+            f"--measured {' '.join(f'{k}={v:g}' for k, v in given.items())}: give one of "
+            f"{', '.join(f'{name}=' for name in ways)}"
+        )
+    name, value = next(iter(given.items()))
+    if not value > 0:
+        raise ConfigError(f"--measured {name}={value:g} must be above 0")
+    return check_possible(ways[name](value), f"{name}={value:g}", job, step)
+
+
+def check_possible(seconds: float, what: str, job: Job, step: StepTime) -> float:
+    """The seconds of a step. Raises ConfigError where useful products take longer at the peak."""
+    least = step.model_flops / step.peak_flops_per_s
+    if seconds < least * (1 - 1e-9):
+        raise ConfigError(
+            f"--measured {what} cannot be: a step of {seconds:.3g} s would be an MFU of "
+            f"{100 * least / seconds:.0f} %; at the peak rate of {job.layout.num_gpus:,} x "
+            f"{job.cluster.name} its products alone take {least:.4g} s. Is it of another model, "
+            "batch or number of GPUs?"
+        )
+    return seconds
