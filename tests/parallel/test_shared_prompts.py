@@ -12,7 +12,7 @@ from stepwell.data.pair_packing import Read, pack_pairs
 from stepwell.data.shared_prompts import whole_lengths
 from stepwell.models import block_attention
 from stepwell.parallel.mesh import init_distributed
-from stepwell.parallel.shared_prompts import shared_prompts, shares_prompts
+from stepwell.parallel.shared_prompts import shared_prompts, shares_prompts, sharing_step
 from stepwell.posttrain.preference.losses import REFERENCE, preference_loss
 from stepwell.posttrain.reward_model.losses import bradley_terry
 from stepwell.sections.preference import PreferenceLoss
@@ -170,6 +170,7 @@ def test_scores_and_logprobs_without_gradient():
 )
 def test_runs_that_need_whole_documents(overrides: dict):
     assert not shares_prompts(run_of(**overrides))
+    assert sharing_step(run_of(**overrides)) == 0
     assert shares_prompts(run_of())
     plain, batch, cpu = batches(False), batches(True), torch.device("cpu")
     borders, nothing = shared_prompts(plain, plain.cu_seqlens(), run_of(**overrides), cpu)
@@ -177,6 +178,11 @@ def test_runs_that_need_whole_documents(overrides: dict):
     assert borders.equal(plain.cu_seqlens())
     with pytest.raises(TrainingError, match="pack them whole"):
         shared_prompts(batch, batch.cu_seqlens(), run_of(**overrides), cpu)
+
+
+def test_tensor_ranks_divide_short_rows():
+    assert sharing_step(run_of()) == sharing_step(run_of(**{"layout.tp": 4})) == 32
+    assert sharing_step(run_of(**{"layout.tp": 3})) == 96
 
 
 def test_flops_are_of_what_is_computed(small_blocks):

@@ -24,16 +24,17 @@ from tests.posttrain.policy_cases import (
 
 # Short rows divide the groups, long ones hold several.
 LENGTHS = (LENGTH, 48)
+STEP = 32
 
 
 @pytest.mark.parametrize("seq_len", LENGTHS)
 def test_a_row_has_a_prompt_once(seq_len: int):
     answers = answers_of(some_rollouts())
     lengths = [len(a.ids) - 1 for a in answers]
-    rows, length = places(answers, lengths, seq_len, True)
+    rows, length = places(answers, lengths, seq_len, STEP)
     assert sorted(place.number for row in rows for place in row) == list(range(len(answers)))
     assert length <= seq_len
-    batch = packed(answers, seq_len, 0, shared=True)
+    batch = packed(answers, seq_len, 0, step=STEP)
     assert batch.tokens_BT.shape == (len(rows), length)
     plain = packed(answers, seq_len, 0)
     assert sorted(whole_lengths(batch)) == sorted(whole_lengths(plain)) == sorted(lengths)
@@ -51,8 +52,8 @@ def test_a_row_has_a_prompt_once(seq_len: int):
 def test_what_a_pass_says_of_each_answer(seq_len: int):
     answers, engine = answers_of(some_rollouts()), Engine(policy_run())
     said = []
-    for shared in (False, True):
-        batch, rows = scoring_rows(answers, seq_len, 0, shared)
+    for step in (0, STEP):
+        batch, rows = scoring_rows(answers, seq_len, 0, step)
         said.append(unpacked(engine.logprobs(batch), answers, rows))
     for one, other in zip(said[0][0], said[1][0], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -68,8 +69,8 @@ def test_gradients_of_grpo(objective: str, seq_len: int):
     answers = with_advantages(some_answers(engine), method)
     divisors = denominators(method, [a.num_trained for a in answers])
     found = []
-    for shared in (False, True):
-        batch, *_ = minibatches(answers, method, seq_len, 0, single(), [0], shared)
+    for step in (0, STEP):
+        batch, *_ = minibatches(answers, method, seq_len, 0, single(), [0], step)
         engine.drop_gradients()
         engine.forward_backward(batch, policy_loss(method), denominators=divisors)
         found.append({n: full(p.grad) for n, p in engine.named_parameters() if p.grad is not None})

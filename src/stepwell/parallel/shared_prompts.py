@@ -1,6 +1,9 @@
-"""Which runs may have prompts that documents share, and what attention must know of them."""
+"""Which runs may have prompts that documents share, how long their rows are, and what attention
+must know of them."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -11,12 +14,25 @@ from stepwell.data.shared_prompts import layout
 from stepwell.models.layers import Firsts, SharedPrompts
 from stepwell.types import TrainingError
 
+LENGTH_STEP = 32
+
 
 def shares_prompts(run: Run) -> bool:
     """Not where context ranks divide the rows, code is compiled for the number of tokens, or
     dropout draws for each document by what all of it says: rows then hold whole documents."""
     dropout = run.lora.rank > 0 and run.lora.dropout > 0
     return run.layout.cp == 1 and not run.layout.compile and not dropout
+
+
+def length_step(run: Run) -> int:
+    """Rows that are shorter than data.seq_len are so in steps of so many tokens, which tensor ranks
+    can divide."""
+    return math.lcm(LENGTH_STEP, run.layout.tp)
+
+
+def sharing_step(run: Run) -> int:
+    """`length_step` of rows in which prompts are shared; 0 where rows hold whole documents."""
+    return length_step(run) if shares_prompts(run) else 0
 
 
 def shared_prompts(

@@ -19,8 +19,6 @@ from stepwell.data.packing import best_fit, pack_rows, shortest
 from stepwell.posttrain.rollout import Rollouts
 
 Array = np.ndarray
-# Rows are shortened to a multiple of this.
-LENGTH_STEP = 32
 
 
 class Place(NamedTuple):
@@ -80,13 +78,14 @@ def packed(
     pad_id: int,
     weights: Sequence[float] | None = None,
     names: Sequence[str] = (),
-    shared: bool = False,
+    step: int = 0,
 ) -> Batch:
     """Rows with a loss on trained tokens; none without answers. weights: of each answer's tokens
-    (default 1). names: the streams that the rows carry as float32. shared: prompts that answers of
-    a row have in common are there once, and rows are as short as they may be."""
+    (default 1). names: the streams that the rows carry as float32. step: if there is one
+    (`sharing_step`), prompts that answers of a row have in common are there once, and rows are as
+    short as they may be, in steps of so many tokens."""
     scale = [1.0] * len(answers) if weights is None else weights
-    rows, length = places(answers, [len(a.ids) - 1 for a in answers], seq_len, shared)
+    rows, length = places(answers, [len(a.ids) - 1 for a in answers], seq_len, step)
     return pack_rows(
         [(a.ids, a.trained_L * w) for a, w in zip(answers, scale, strict=True)],
         length,
@@ -98,15 +97,15 @@ def packed(
 
 
 def places(
-    answers: Sequence[Answer], lengths: Sequence[int], seq_len: int, shared: bool
+    answers: Sequence[Answer], lengths: Sequence[int], seq_len: int, step: int
 ) -> tuple[list[list[Place]], int]:
     """Which answers stand in which row, by best fit, and the rows' length. lengths: of each whole
     answer.
 
-    shared: answers with one prompt stand together, as many as a row takes, and those after the
+    With a step answers with one prompt stand together, as many as a row takes, and those after the
     first leave the prompt out but for its last token, whose target is each answer's own.
     """
-    if not shared:
+    if not step:
         rows = best_fit(lengths, seq_len)
         return [[Place(i, 0) for i in row] for row in rows], seq_len
     units: list[list[Place]] = []
@@ -120,7 +119,7 @@ def places(
             room -= own
             units[-1].append(Place(i, prompt if units[-1] else 0))
     sizes = [sum(lengths[i] - skipped for i, skipped in unit) for unit in units]
-    length = shortest(sizes, seq_len, LENGTH_STEP)
+    length = shortest(sizes, seq_len, step)
     rows = best_fit(sizes, length)
     return [[place for number in row for place in units[number]] for row in rows], length
 
@@ -147,10 +146,10 @@ def _first_trained(answer: Answer) -> int:
 
 
 def scoring_rows(
-    answers: Sequence[Answer], seq_len: int, pad_id: int, shared: bool = False
+    answers: Sequence[Answer], seq_len: int, pad_id: int, step: int = 0
 ) -> tuple[Batch, list[list[Place]]]:
     """Rows for a pass without gradient, and which answers stand in which row. A truncated answer
-    has one more token, so that a critic says what the state after its last token is worth. shared:
+    has one more token, so that a critic says what the state after its last token is worth. step:
     see `packed`."""
     docs = []
     for answer in answers:
@@ -158,7 +157,7 @@ def scoring_rows(
         if answer.truncated:
             ids, mask = [*ids, pad_id], [*mask, 1.0]
         docs.append((ids, mask))
-    rows, length = places(answers, [len(ids) - 1 for ids, _ in docs], seq_len, shared)
+    rows, length = places(answers, [len(ids) - 1 for ids, _ in docs], seq_len, step)
     numbers = [[number for number, _ in row] for row in rows]
     skipped = left_out(rows, len(answers))
     return pack_rows(docs, length, pad_id=pad_id, rows=numbers, shared=skipped), rows

@@ -17,7 +17,7 @@ from stepwell.config import Run
 from stepwell.eval.grade import Prompt
 from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
-from stepwell.parallel.shared_prompts import shares_prompts
+from stepwell.parallel.shared_prompts import sharing_step
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.overoptimisation.watch import Overopt, divergence
@@ -201,8 +201,8 @@ def _train(
             lengths = [num_trained(answer, method) for answer in answers]
             divisors = denominators(method, lengths, num_parts(answers, method))
             seed, action = [run.train.seed, place.rollouts], ""
-            size, shared = run.data.seq_len, shares_prompts(run)
-            for batch in minibatches(answers, method, size, pad_id, mesh, seed, shared):
+            size, step = run.data.seq_len, sharing_step(run)
+            for batch in minibatches(answers, method, size, pad_id, mesh, seed, step):
                 gauge = Seen(Gauge(), mesh, more)
                 loss = policy_loss(held, gauge.gauge)
                 info = session.step(batch, loss, method.temperature, gauge.numbers, divisors)

@@ -56,6 +56,8 @@ def test_rows_are_no_longer_than_they_need():
     assert r.row_length([], run) == 256
     whole = base_run(**{"data.seq_len": 256, "model.max_seq_len": 256, "layout.compile": True})
     assert r.row_length([31], whole) == 256
+    odd = base_run(**{"data.seq_len": 240, "layout.tp": 3})
+    assert r.row_length([31], odd) == 96, "tensor ranks divide a row's tokens"
 
 
 def test_a_stream_has_its_documents_value_everywhere():

@@ -13,7 +13,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.parallel.shared_prompts import shares_prompts
+from stepwell.parallel.shared_prompts import sharing_step
 from stepwell.posttrain.answers import Answer, packed, scoring_rows, split, unpacked
 from stepwell.posttrain.policy.advantages import group_advantages
 from stepwell.posttrain.policy.aggregation import token_weight
@@ -39,7 +39,7 @@ def scored(
     assert isinstance(method, SampledMethod)
     numbers = range(len(answers))[mesh.data_rank :: mesh.data_world]
     mine = [answers[i] for i in numbers]
-    batch, rows = scoring_rows(mine, run.data.seq_len, pad_id, shares_prompts(run))
+    batch, rows = scoring_rows(mine, run.data.seq_len, pad_id, sharing_step(run))
     values, _ = unpacked(model.logprobs(batch, method.temperature), mine, rows)
     found: dict[int, Array] = {}
     pairs = dict(zip(numbers, values, strict=True)) if mesh.counts_rows else {}
@@ -84,19 +84,18 @@ def minibatches(
     pad_id: int,
     mesh: Mesh,
     seed: Sequence[int],
-    shared: bool = False,
+    step: int = 0,
 ) -> Iterator[Batch]:
     """This rank's rows of each step's minibatch: updates_per_rollout passes over the answers, in
     `num_parts` steps each. At the first step the old log-probabilities are NaN (the current ones);
-    later steps need them as a stream. shared: answers of a group have their prompt once in a
-    row."""
+    later steps need them as a stream. step: as in `packed`."""
     for update in range(method.updates_per_rollout):
         parts = split(len(answers), num_parts(answers, method), [*seed, update])
         for number, part in enumerate(parts):
             chosen = [answers[i] for i in part[mesh.data_rank :: mesh.data_world]]
             if update == number == 0:
                 chosen = [a.adding(**{OLD: np.full(len(a.ids), np.nan)}) for a in chosen]
-            yield pack_answers(chosen, method, seq_len, pad_id, shared)
+            yield pack_answers(chosen, method, seq_len, pad_id, step)
 
 
 def num_parts(answers: Sequence[Answer], method: GRPO) -> int:
@@ -104,7 +103,7 @@ def num_parts(answers: Sequence[Answer], method: GRPO) -> int:
 
 
 def pack_answers(
-    answers: Sequence[Answer], method: GRPO, seq_len: int, pad_id: int, shared: bool = False
+    answers: Sequence[Answer], method: GRPO, seq_len: int, pad_id: int, step: int = 0
 ) -> Batch:
     """Rows of prompts and answers with `policy_loss.streams`; weights are those of
     method.aggregate, 0 for tokens without a loss."""
@@ -112,4 +111,4 @@ def pack_answers(
         token_weight(num_trained(a, method), method.aggregate, method.max_new_tokens)
         for a in answers
     ]
-    return packed(answers, seq_len, pad_id, weights, streams(method), shared)
+    return packed(answers, seq_len, pad_id, weights, streams(method), step)

@@ -15,7 +15,7 @@ import torch
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.parallel.mesh import Mesh, all_gather_objects
-from stepwell.parallel.shared_prompts import shares_prompts
+from stepwell.parallel.shared_prompts import sharing_step
 from stepwell.posttrain.answers import Answer, packed, scoring_rows, split, unpacked
 from stepwell.posttrain.policy.aggregation import denominator, token_weight
 from stepwell.posttrain.policy.batch import scored
@@ -69,7 +69,7 @@ def valued(answers: Sequence[Answer], critic: Engine, pad_id: int) -> list[Answe
     run, mesh = critic.run, critic.mesh
     numbers = range(len(answers))[mesh.data_rank :: mesh.data_world]
     mine = [answers[i] for i in numbers]
-    batch, rows = scoring_rows(mine, run.data.seq_len, pad_id, shares_prompts(run))
+    batch, rows = scoring_rows(mine, run.data.seq_len, pad_id, sharing_step(run))
     values, after = unpacked(critic.scores(batch)[..., 0], mine, rows)
     pairs = zip(values, after, strict=True)
     known = dict(zip(numbers, pairs, strict=True)) if mesh.counts_rows else {}
@@ -181,5 +181,5 @@ def passes(
             weights = [
                 token_weight(a.num_trained, method.aggregate, method.max_new_tokens) for a in mine
             ]
-            seq_len, shared = run.data.seq_len, shares_prompts(run)
-            yield packed(mine, seq_len, pad_id, weights, names, shared), denominators
+            seq_len, step = run.data.seq_len, sharing_step(run)
+            yield packed(mine, seq_len, pad_id, weights, names, step), denominators

@@ -27,6 +27,7 @@ from stepwell.data.preference import Rendering
 from stepwell.files import whole_file
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.mesh import Mesh, all_gather_objects, on_main
+from stepwell.parallel.shared_prompts import length_step
 from stepwell.train.engine import Engine
 from stepwell.train.losses import document_index, document_sums
 from stepwell.train.weights import initial_weights
@@ -35,8 +36,6 @@ from stepwell.types import CheckpointError, ConfigError
 FILE = "reference.safetensors"
 # Documents that are packed together and scored at a time, for each rank.
 CHUNK_DOCS = 64
-# Rows are shortened to a multiple of this.
-LENGTH_STEP = 32
 Score = Callable[[Batch], Tensor]  # (B, T) log-probabilities
 
 
@@ -77,13 +76,13 @@ def score_documents(
 
 
 def row_length(lengths: Sequence[int], run: Run) -> int:
-    """The shortest rows (in steps of LENGTH_STEP, at most data.seq_len) that units of these lengths
-    take no more of than of full ones, so that little of a small batch is padding. Full ones where
-    rows are divided among ranks or code is compiled for their shape."""
+    """The shortest rows (in steps of `length_step`, at most data.seq_len) that units of these
+    lengths take no more of than of full ones, so that little of a small batch is padding. Full ones
+    where context ranks divide rows or code is compiled for their shape."""
     seq_len = run.data.seq_len
     if run.layout.cp > 1 or run.layout.compile or not lengths:
         return seq_len
-    return shortest(lengths, seq_len, LENGTH_STEP)
+    return shortest(lengths, seq_len, length_step(run))
 
 
 def pack_in_order(docs: Sequence[Rendering], length: int, pad_id: int) -> tuple[Batch, list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch, padding
-from stepwell.data.packing import best_fit, pack_rows
+from stepwell.data.packing import best_fit, pack_rows, shortest
 from stepwell.models.hf_reward import RewardNotes, read_hf_notes
 from stepwell.parallel.mesh import Mesh
 from stepwell.posttrain.reward_model.ensembles import (
@@ -27,7 +27,7 @@ from stepwell.posttrain.reward_model.ensembles import (
     standardised,
 )
 from stepwell.posttrain.reward_model.losses import at_places, step_chance
-from stepwell.posttrain.reward_model.rows import row_length
+from stepwell.posttrain.reward_model.rows import ROUND
 from stepwell.sections.layout import LayoutConfig
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
@@ -280,7 +280,7 @@ def pack_documents(
     if not docs:
         return padding(0, seq_len), torch.zeros(0, dtype=torch.int64)
     lengths = [len(ids) for ids in docs]
-    length = seq_len if whole_rows else row_length(lengths, seq_len)
+    length = seq_len if whole_rows else shortest(lengths, seq_len, ROUND)
     rows = best_fit(lengths, length)
     marked = []
     for ids, places in zip(docs, ends, strict=True):

@@ -12,7 +12,7 @@ from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.files import file_sha256
 from stepwell.data.order import permute
-from stepwell.data.packing import best_fit
+from stepwell.data.packing import shortest
 from stepwell.data.pair_packing import num_places, pack_labelled, pack_pairs, pack_steps
 from stepwell.data.preference import (
     Labelled,
@@ -106,14 +106,14 @@ def check_margins(pairs: Sequence[Pair], path: str) -> None:
 def pack(rows: Rows, run: Run, pad_id: int, index: Sequence[int]) -> Batch:
     """A batch that has a weight wherever a score is read. index: the rows' numbers.
 
-    Its rows are as short as `row_length` says, where one rank has them whole and nothing is
+    Its rows are as `shortest` has them, where one rank has them whole and nothing is
     compiled for one length.
     """
     method, seq_len = run.method, run.data.seq_len
     assert isinstance(method, RewardModel)
     layout, shared = run.layout, shares_prompts(run)
     if not layout.compile and layout.cp == layout.tp == layout.pp == 1:
-        seq_len = row_length([num_tokens(row, shared) for row in rows], seq_len)
+        seq_len = shortest([num_tokens(row, shared) for row in rows], seq_len, ROUND)
     if method.objective == "bradley-terry":
         pairs = [row for row in rows if isinstance(row, Pair)]
         margins = [(pair.margin or 0.0) if method.margins else 0.0 for pair in pairs]
@@ -131,19 +131,6 @@ def num_tokens(row: Pair | Labelled | Stepwise, shared: bool) -> int:
     if isinstance(row, Pair):
         return num_places(row, "last", shared)
     return len(row.ids if isinstance(row, Stepwise) else row.rendering[0])
-
-
-def row_length(lengths: Sequence[int], seq_len: int) -> int:
-    """The length of the shortest rows (a multiple of ROUND) of which no more are needed than of
-    rows of seq_len: what padding would cost is saved."""
-    if not lengths:
-        return seq_len
-    num_rows = len(best_fit(lengths, seq_len))
-    least = max(max(lengths), -(-sum(lengths) // num_rows))
-    for length in range(-(-least // ROUND) * ROUND, seq_len, ROUND):
-        if len(best_fit(lengths, length)) <= num_rows:
-            return length
-    return seq_len
 
 
 def rows_of_step(run: Run, num_rows: int, position: int) -> list[int]:
