@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from stepwell.sections.model import ModelConfig
 
@@ -43,6 +44,7 @@ AXES |= {
 DIVIDED = frozenset({"heads", "kv_heads", "ffn", "vocab"})
 
 
+@lru_cache(maxsize=1 << 16)
 def axes_of(name: str) -> tuple[str, ...]:
     """The logical axes of a parameter. Raises KeyError for a name without a row in AXES."""
     for pattern, axes in AXES.items():

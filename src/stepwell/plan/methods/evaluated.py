@@ -8,7 +8,8 @@ Bytes of models are `plan/memory/models`, of the training step `plan/footprint`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from stepwell.plan.footprint.coefficients import SHIPPED
 from stepwell.plan.job import Job, dims_of
@@ -99,6 +100,13 @@ class Evaluated:
     @property
     def step_s(self) -> float:
         return sum(self.times.values())
+
+    def as_json(self) -> dict[str, Any]:
+        read = ("peak", "phase", "phases", "fits", "step_s", "layout", "trainers")
+        return {
+            **{name: value for name, value in asdict(self).items() if name != "job"},
+            **{name: getattr(self, name) for name in read},
+        }
 
 
 def evaluate(

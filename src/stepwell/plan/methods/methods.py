@@ -69,6 +69,11 @@ class MethodPlan:
         return self.asked.fits
 
     @property
+    def chosen(self) -> Evaluated | None:
+        """What was asked for if it fits, else the nearest that does."""
+        return self.asked if self.fits else self.nearest
+
+    @property
     def state_bytes(self) -> float:
         """Of all models, each once."""
         return self.bytes_per_parameter * self.parameters

@@ -125,6 +125,13 @@ def _served(asked: Evaluated) -> str:
     return "sampling and scoring" if asked.placement.reward == "model" else "sampling"
 
 
+def configured(one: Evaluated) -> list[str]:
+    """Of a recipe: whether all its models fit, and the whole step."""
+    verdict = "fits" if one.fits else "does not fit"
+    peak = f"{one.peak / GB:.1f} of {one.limit / GB:.1f} GB while {one.phase}"
+    return [f"{verdict}: {peak} (1 GB is 10^9 bytes)", *_of(one)]
+
+
 def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     found = []
     if one.changes:
@@ -187,13 +194,7 @@ def _short(one: Evaluated) -> str:
 
 def as_json(plan: MethodPlan) -> dict[str, Any]:
     def told(one: Evaluated | None) -> dict[str, Any] | None:
-        if one is None:
-            return None
-        read = ("peak", "phase", "phases", "fits", "step_s", "layout", "trainers")
-        return {
-            **{name: value for name, value in asdict(one).items() if name != "job"},
-            **{name: getattr(one, name) for name in read},
-        }
+        return None if one is None else one.as_json()
 
     return {
         "method": plan.method,

@@ -14,6 +14,7 @@ from stepwell.plan.cluster import Cluster
 from stepwell.plan.comms.collectives import Sent
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Dims, Job, Recompute, job_of
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.memory.models import ModelBytes, predict_models
 from stepwell.plan.methods.placements import SAMPLED, Placement, only_separate, settings_of
 from stepwell.plan.methods.rollouts import Sampling, Workload
@@ -64,6 +65,7 @@ class Question:
     lora_rank: int
     trainings: dict[tuple[str, str, int], list[Training]] = field(default_factory=dict)
     apart: dict[tuple[str, str, int, int], dict[str, ModelBytes]] = field(default_factory=dict)
+    peaks: dict[tuple[str, str, int, int, str], int] = field(default_factory=dict)
     steps: dict[Job, StepTime] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     complaints: list[str] = field(default_factory=list)
@@ -93,7 +95,7 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
             layout = Arrangement(
                 seq_len=question.workload.seq_len,
                 micro_batch_rows=pins.micro_batch_rows or 1,
-                global_batch_rows=_rows(question, trainers // tp),
+                global_batch_rows=rows_of(question, trainers // tp),
                 tp=tp,
                 dp_shard=trainers // tp,
                 recompute=remat,
@@ -109,7 +111,10 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
             except ConfigError as refusal:
                 question.complaints.append(str(refusal))
                 continue
-            yield _training(question, job, models)
+            key = (placement.adapters, placement.offload, trainers, tp, remat)
+            if key not in question.peaks:
+                question.peaks[key] = predict_memory(run, trainers).peak_bytes
+            yield training_of(question, job, models, question.peaks[key])
 
 
 def _widest(question: Question, placement: Placement, trainers: int) -> int:
@@ -124,7 +129,7 @@ def _widest(question: Question, placement: Placement, trainers: int) -> int:
     return tp
 
 
-def _rows(question: Question, shares: int) -> int:
+def rows_of(question: Question, shares: int) -> int:
     work = question.workload
     rows = work.rows
     if question.method in SAMPLED:
@@ -132,7 +137,10 @@ def _rows(question: Question, shares: int) -> int:
     return ceil(rows / shares) * shares
 
 
-def _training(question: Question, job: Job, models: dict[str, ModelBytes]) -> Training:
+def training_of(
+    question: Question, job: Job, models: dict[str, ModelBytes], allocated: int
+) -> Training:
+    """allocated: by the run's own ledger, what the step's tensors take at most."""
     found = footprint(job)
     dims, layout = question.dims, job.layout
     block = dims.attention_parameters + dims.mlp_parameters(dims.d_ff)
@@ -140,8 +148,8 @@ def _training(question: Question, job: Job, models: dict[str, ModelBytes]) -> Tr
     return Training(
         job=job,
         models=models,
-        allocated=found.allocated,
-        reserve=found.fragmentation / found.allocated,
+        allocated=allocated,
+        reserve=found.fragmentation / allocated,
         outside=found.context + found.communicators,
         host=sum(found.host.values()),
         gathered=gathered,
@@ -165,15 +173,15 @@ def apart_of(
             del values["train"]
         settings = settings_of(question.method, only_separate(placement), question.lora_rank)
         found = dict(predict_models(Run.parse(values, settings), layout.num_gpus))
-        found["reward"] = ModelBytes(parameters=2 * _elements(question.reward))
+        found["reward"] = ModelBytes(parameters=reward_bytes(question.reward))
         question.apart[key] = found
     return question.apart[key]
 
 
-def _elements(model: ModelConfig) -> int:
-    """Of a reward model with this trunk."""
+def reward_bytes(model: ModelConfig) -> int:
+    """Of a reward model with this trunk, in 16 bits."""
     scores = model.model_copy(update={"head": "score", "num_labels": 1})
-    return sum(prod(shape) for shape in parameter_shapes(scores).values())
+    return 2 * sum(prod(shape) for shape in parameter_shapes(scores).values())
 
 
 # --- time ------------------------------------------------------------------------------------
