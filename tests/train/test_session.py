@@ -19,7 +19,7 @@ from stepwell.train.folder import differing_keys, flat_keys
 from stepwell.train.losses import Loss, LossSums, cross_entropy
 from stepwell.train.start import open_session
 from stepwell.train.step_flops import step_flops
-from stepwell.types import ConfigError, Interrupted
+from stepwell.types import CheckpointError, ConfigError, DataError, Interrupted
 from tests.oracle import LENGTH, base_run, global_batch
 from tests.parallel.ranks import run_ranks
 
@@ -174,6 +174,19 @@ def test_another_run_in_the_folder_is_refused_and_left_alone(tmp_path):
         pass
     assert Run.load(tmp_path / "run.toml") == run
     assert checkpoints(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("init", [None, "nowhere"])
+def test_a_start_that_fails_leaves_no_run_behind(tmp_path, init):
+    """Neither its own files nor those of an engine that is trained along."""
+    run = session_run(tmp_path, **{"guard.action": "rewind"})
+    other = run.model_copy(update={"model": run.model.model_copy(update={"init": init})})
+    with (
+        pytest.raises(CheckpointError if init else DataError),
+        open_session(run, console=False, others={"critic": (other, None)}),
+    ):
+        raise DataError("unusable")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_folder_without_a_checkpoint_may_be_taken_over(tmp_path):

@@ -223,9 +223,7 @@ class Session:
         if self._bad["non_finite_state"] and (names := non_finite_state(engine)):
             raise self._hopeless(names, target, bad_step)
         guard.rewound(before, bad_step, *self._drawn[:2])
-        if engine.mesh.is_main:
-            for folder in (self.dir, *(self.dir / name for name in self.others)):
-                checkpoint.remove_after(folder, engine.step)
+        self.remove_after(engine.step)
         self.log.close()
         earlier = [e for e in read_events(self.dir) if e["event"] == "rewind"]
         self.log = open_log(self.run, engine, self._console, fresh=False)
@@ -390,6 +388,12 @@ class Session:
             other.save(checkpoint.step_folder(self.dir / name, step), {}).wait()
         self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
         self._last_saved = step
+
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps, those of the other engines too."""
+        if self.engine.mesh.is_main:
+            for folder in (self.dir, *(self.dir / name for name in self.others)):
+                checkpoint.remove_after(folder, step)
 
     def wait(self) -> None:
         """Until the checkpoint under way is complete; then old ones are removed."""

@@ -79,14 +79,12 @@ def open_session(
         )
         if FORGOTTEN in told:
             engine.guard.skips_in_a_row = 0
-        log = open_log(run, engine, console, fresh=start is None)
         along = {
             name: _along(name, trained, mesh, start) for name, trained in (others or {}).items()
         }
-        if mesh.is_main:
-            for name in along:
-                checkpoint.remove_after(Path(run.dir) / name, engine.step)
+        log = open_log(run, engine, console, fresh=start is None)
         session = Session(run, engine, log, extra, tokenizer, console, along)
+        session.remove_after(engine.step)
         if run.guard.action == "rewind" and latest is None:
             session.save(extra or {})  # there is always something to go back to
             session.wait()
@@ -113,10 +111,11 @@ def open_session(
             for number, handler in before.items():
                 signal.signal(number, handler)
             session.log.close()
-            if failed and mesh.is_main and latest is None and engine.step == first:
-                for name in (RECIPE, METRICS_FILE, EVENTS_FILE):
+            session.trace.close()
+            if failed and latest is None and engine.step == first:
+                session.remove_after(first - 1)
+                for name in (RECIPE, METRICS_FILE, EVENTS_FILE) if mesh.is_main else ():
                     (session.dir / name).unlink(missing_ok=True)
-                checkpoint.remove_after(session.dir, first - 1)
 
 
 def _along(name: str, trained: Trained, mesh: Mesh, start: Path | None) -> Engine:
