@@ -40,6 +40,9 @@ class TrainConfig(Section):
 
 
 class LogConfig(Section):
+    """profile_step: the step that is traced into `<dir>/traces`; 0: none."""
+
+    profile_step: NonNegative = 0
     tensorboard: Flag = False
     wandb_project: str | None = None
 
@@ -92,6 +95,11 @@ class Run(Section):
             raise ValueError(
                 f"optim.schedule.decay_steps={schedule.decay_steps} belongs to kind 'wsd'; "
                 f"kind {schedule.kind!r} decays over all steps after warm-up (leave it at 0)"
+            )
+        if self.log.profile_step > steps:
+            raise ValueError(
+                f"log.profile_step={self.log.profile_step} is after the last step; the nearest "
+                f"legal value is train.steps={steps}"
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise ValueError(

@@ -40,6 +40,7 @@ from stepwell.train.guard_events import (
 from stepwell.train.losses import Loss
 from stepwell.train.probe import first_non_finite, non_finite_state
 from stepwell.train.step_flops import recomputed_flops, step_flops
+from stepwell.train.step_trace import StepTrace
 from stepwell.train.streams import Stream, batch_number
 from stepwell.train.weights import TOKENIZER
 from stepwell.types import Interrupted
@@ -100,7 +101,8 @@ class Session:
         device = hardware.detect()
         peak, self.peak_source = hardware.peak_flops_per_s(device, run.precision.compute)
         self.peak_flops_per_s = peak * engine.mesh.world
-        self._mark = time.perf_counter()
+        self.trace = StepTrace(run, engine.mesh)
+        self.pause()
 
     @property
     def finished(self) -> bool:
@@ -275,8 +277,9 @@ class Session:
         its libraries) or of its tensors (CUDA). The time runs from the last step's end, so that
         reading data and handing over a checkpoint are in it.
         """
-        now = time.perf_counter()
-        seconds, self._mark = now - self._mark, now
+        seconds = time.perf_counter() - self._mark
+        self._write_trace(info.step)
+        self.pause()
         mesh = self.engine.mesh
         counts = [step_flops(self.run, batch), recomputed_flops(self.run, mesh.sizes, batch)]
         local = torch.tensor(counts, dtype=torch.float64) * mesh.counts_rows
@@ -306,6 +309,13 @@ class Session:
                 **(more or {}),
             },
         )
+
+    def _write_trace(self, step: int) -> None:
+        """A disk that is full does not end the run."""
+        try:
+            self.trace.end()
+        except OSError as error:
+            self.log.event("warning", step, text=f"the step's trace is not written: {error}")
 
     def check_precision(
         self,
@@ -349,6 +359,7 @@ class Session:
 
     def pause(self) -> None:
         """Leaves the time since the last step out of the next one (evaluation, first batch)."""
+        self.trace.begin(self.engine.step + 1)
         self._mark = time.perf_counter()
 
     def due(self) -> Due:

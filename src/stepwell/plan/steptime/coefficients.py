@@ -53,8 +53,9 @@ class Coefficients:
     share of the memory's bandwidth that operations reach which only move bytes. eager: bytes moved
     where these operations are not fused, over bytes where they are. scaleup, network: share of a
     link's rate that collectives reach. hop_s: time of a message from one machine to the next.
-    launch_s: of the host, for a kernel. contention: of communication that is hidden, the share by
-    which it slows what hides it. straggling: share by which a step grows with each doubling of the
+    launch_s: of the host, for a kernel. contention: of communication that is hidden, the share of
+    its own time, and of the time its bytes would take over the scale-up links, by which it slows
+    what hides it. straggling: share by which a step grows with each doubling of the
     GPUs."""
 
     matmul_16: float
