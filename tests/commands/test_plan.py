@@ -120,7 +120,7 @@ LAYOUT = {option.name for option in GROUPS["Held fixed"]}
 OUTPUT = {"quick", "top", "html", "write"}
 TASK = {"seq-len", "global-batch-tokens", "tokens"}
 BESIDE_A_METHOD = (
-    OUTPUT
+    OUTPUT - {"html", "write"}
     | {"measured", "dry-run", "tokens"}
     | LAYOUT - {*("tp", "max-tp", "recompute", "micro-batch", "headroom")}
 )
@@ -292,6 +292,37 @@ def test_zero_table_and_methods(capsys):
     code, out, _ = run(capsys, "--model", "llama3-8b", "--gpus", "8", "--method", "qlora")
     assert code == 0
     assert "fits" in out
+
+
+@pytest.mark.parametrize("method", ["ppo", "dpo", "qlora"])
+def test_a_methods_plan_is_a_page_and_a_recipe_that_is_planned_alike(capsys, tmp_path, method):
+    recipe, page = tmp_path / "new" / "planned.toml", tmp_path / "plan.html"
+    words = ["--model", "smollm2-1.7b", "--gpus", "4", "--method", method, "--json"]
+    code, out, _ = run(capsys, *words, "--write", str(recipe), "--html", str(page))
+    assert code == 0
+    asked = json.loads(out)["asked"]
+    assert f"{asked['peak'] / 1e9:.1f} GB" in page.read_text("utf-8")
+    code, out, _ = run(capsys, str(recipe), "--gpus", "4", "--json")
+    assert code == 0
+    found = json.loads(out)
+    if method == "qlora":
+        assert found["memory/peak_bytes"] == pytest.approx(asked["peak"], rel=1e-9)
+        assert found["time/step_s"] == pytest.approx(asked["step_s"], rel=1e-9)
+    else:
+        assert found["all_models"]["peak"] == pytest.approx(asked["peak"], rel=1e-9)
+        assert found["all_models"]["times"] == pytest.approx(asked["times"], rel=1e-9)
+    _, out, _ = run(capsys, str(recipe), "--gpus", "4")
+    assert ("All models of the method" in out) == (method != "qlora")
+    assert f"{asked['peak'] / 1e9:.1f} of" in out or method == "qlora"
+
+
+def test_what_no_recipe_says_is_refused_and_nothing_is_written(capsys, tmp_path):
+    path = tmp_path / "planned.toml"
+    words = ["--model", "llama3-8b", "--gpus", "1", "--gpu", "l4", "--method", "grpo"]
+    code, _, err = run(capsys, *words, "--write", str(path))
+    assert code == 2
+    assert "--write: nothing that the engine knows fits on these GPUs" in err
+    assert not path.exists()
 
 
 def test_derived_dimensions_are_told_by_every_question(capsys):

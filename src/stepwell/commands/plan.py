@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -44,6 +44,10 @@ from stepwell.plan.search.space import Task
 from stepwell.sections.methods import SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, StepwellError
+
+if TYPE_CHECKING:
+    from stepwell.plan.methods.evaluated import Evaluated
+    from stepwell.plan.methods.methods import MethodPlan
 
 USUAL_GPU = "h100-sxm"
 USUAL_SEQ_LEN = 8192
@@ -246,11 +250,12 @@ def _recipe(asked: Asked) -> int:
     machines = cluster_of(asked)
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
-    job = job_of(run, world, machines, run.name)
+    method = _method_of(run, world, machines)
+    job = job_of(run, world, machines, run.name) if method is None else method.job
     prices = Prices(job.dims, machines, run.model)
-    task = Task(job.dims, machines, world, run.data.seq_len, run.train.global_batch_rows)
+    task = Task(job.dims, machines, world, run.data.seq_len, job.layout.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
-    candidate = plan_exactly(candidate, run, world)
+    candidate = plan_exactly(candidate, with_rows(run, task.rows), world)
     measured = _gap(asked, job, run.model, run)
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
@@ -268,6 +273,7 @@ def _recipe(asked: Asked) -> int:
         fastest=fastest,
         gap=measured,
         assumed=_assumed(asked, world, run),
+        method=method,
     )
     if "write" in asked.given:
         if fastest is None:
@@ -282,6 +288,19 @@ def _recipe(asked: Asked) -> int:
         plan_text.show(plan_text.reviewed(review))
         _show_dry_run(dry, world, machines)
     return 0 if review.fits else 1
+
+
+def with_rows(run: Run, rows: int) -> Run:
+    """A step of so many rows, also of a method whose steps are made of something else."""
+    train = run.train.model_copy(update={"global_batch_rows": rows})
+    return run.model_copy(update={"train": train})
+
+
+def _method_of(run: Run, world: int, machines: Cluster) -> Evaluated | None:
+    """All models of a method and its whole step."""
+    from stepwell.plan.methods.recipes import as_configured
+
+    return as_configured(run, world, machines, run.name)
 
 
 def on_model(run: Run, name: str) -> Run:
@@ -313,8 +332,8 @@ def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
     found = []
     if isinstance(run.method, SampledMethod):
         found.append(
-            f"a step is a pass over {run.train.global_batch_rows} packed rows; sampling and other "
-            f"models are not in it (`--method {run.method.kind}` without a recipe plans them)"
+            f"a step is a pass over the answers to {run.method.prompts_per_step} prompts, as long "
+            "as they may be; where all models are told, sampling and scoring are in it, too"
         )
     if "gpus" not in asked.given:
         many = "one GPU" if world == 1 else f"{world} GPUs"
@@ -398,21 +417,40 @@ def _method(asked: Asked, subject: Subject) -> int:
     method = asked.given["method"]
     if subject.config is None:
         raise ConfigError(f"--method {method}: the engine does not have {subject.missing} yet")
+    machines = cluster_of(asked)
     given = {field: asked.given[name] for name, field in WORKLOAD.items() if name in asked.given}
     if "global-batch-tokens" in asked.given:
         given["rows"] = rows_of(asked)
     found = plan_method(
         method,
         subject.config,
-        cluster_of(asked),
+        machines,
         gpus_of(asked),
         usual_workload(method, given) if given else None,
         name=subject.name,
         lora_rank=asked.get("lora-rank", 16),
         pins=asked.pins,
     )
+    if "write" in asked.given:
+        write_method(Path(asked.given["write"]), found, subject.config, machines)
+    if "html" in asked.given:
+        _method_page(asked, found)
     _print(asked, found, subject.assumed)
     return 0 if found.fits or found.nearest is not None else 1
+
+
+def _method_page(asked: Asked, plan: MethodPlan) -> None:
+    from stepwell.plan.methods.page import write_page
+
+    write_page(plan, Path(asked.given["html"]))
+
+
+def write_method(path: Path, plan: MethodPlan, model: ModelConfig, machines: Cluster) -> None:
+    """A recipe for what the plan has chosen, whole or not at all. Raises ConfigError where no
+    recipe says it."""
+    from stepwell.plan.methods.recipes import heading, recipe
+
+    write_text(path, heading(plan, machines) + tomli_w.dumps(recipe(plan, model, path.stem)))
 
 
 def rows_of(asked: Asked) -> int:

@@ -98,7 +98,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         Option("top", "N", "how many layouts are listed (8)", "count"),
         Option("json", "", "one JSON object", "switch"),
         Option("html", "FILE", "one page, self-contained"),
-        Option("write", "FILE", "the layout as a recipe that `stepwell pretrain` takes"),
+        Option("write", "FILE", "what was chosen as a recipe of the method (`stepwell pretrain`)"),
     ),
 }  # fmt: skip
 OPTIONS = {option.name: option for group in GROUPS.values() for option in group}
@@ -163,7 +163,8 @@ def _question(asked: Asked) -> tuple[str, Collection[str]]:
         return "with --zero-table", ("zero-table", *OF_A_MODEL)
     if method != "pretrain":
         work = OF_SAMPLING if method in SAMPLED else OF_ROWS
-        read = ("method", "lora-rank", *work, *OF_A_MODEL, *OF_A_METHOD)
+        output = ("html", "write")
+        read = ("method", "lora-rank", *work, *output, *OF_A_MODEL, *OF_A_METHOD)
         return f"with --method {method}", read
     beside = (*OF_SAMPLING, "lora-rank", "validate", "zero-table")
     return "without --method", [name for name in OPTIONS if name not in beside]
@@ -188,8 +189,8 @@ def _instead(asked: Asked, name: str) -> str:
         return f", which samples nothing; its rows are {' and '.join(f'--{n}' for n in OF_ROWS)}"
     if name == "dry-run":
         return "; a recipe of the method can be run dry: stepwell plan RECIPE --dry-run"
-    if name in ("html", "write", "top"):
-        return "; its text and --json list the settings of each placement"
+    if name in ("quick", "top"):
+        return "; its text, --json and --html list the placements that fit"
     held = ", ".join(f"--{n}" for n in OF_A_METHOD)
     return f": where models are placed is searched; what can be held fixed is {held}"
 

@@ -22,6 +22,7 @@ from stepwell.plan.explain.reasons import (
     zero_text,
 )
 from stepwell.plan.job import Dims
+from stepwell.plan.methods.text import configured
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import (
     LINE_COLUMNS,
@@ -95,6 +96,9 @@ def reviewed(answer: Review) -> Group:
         "",
         layout_table(candidate),
     ]
+    if answer.method is not None:
+        lines = [Text(f"  {line}") for line in configured(answer.method)]
+        parts += ["", title("All models of the method, and its whole step"), *lines]
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
     parts += ["", title("Where the time goes"), waterfall_table(candidate)]

@@ -15,6 +15,7 @@ from stepwell.plan.explain.reasons import Alternative, Explanation
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import comparison_json
 from stepwell.plan.memory.host import HostMemory, host_memory
+from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.search.runs import settings_of, short
 from stepwell.plan.search.search import Candidate, Ranking
 from stepwell.plan.search.space import REASONS, Task
@@ -45,7 +46,8 @@ class Searched:
 @dataclass(frozen=True)
 class Review:
     """A run as it is configured. together: knobs one after the other. fastest: the best layout that
-    a search finds for the same model, batch and GPUs. assumed: what nobody said."""
+    a search finds for the same model, batch and GPUs. assumed: what nobody said. method: all models
+    and the whole step of one that has several; `candidate` is then the policy's training."""
 
     run: Run
     task: Task
@@ -55,10 +57,12 @@ class Review:
     fastest: Candidate | None
     gap: Gap | None
     assumed: tuple[str, ...]
+    method: Evaluated | None = None
 
     @property
     def fits(self) -> bool:
-        return self.candidate.headroom_bytes >= 0
+        whole = self.method is None or self.method.fits
+        return whole and self.candidate.headroom_bytes >= 0
 
     @property
     def host(self) -> HostMemory:
@@ -257,6 +261,9 @@ def review_json(review: Review) -> dict[str, Any]:
         "together": knobs_json(review.together),
         "fastest": candidate_json(review.fastest, full=False) if review.fastest else None,
     }
+    if review.method is not None:
+        values["fits"] = review.fits
+        values["all_models"] = review.method.as_json()
     if review.gap is not None:
         values["measured"] = gap_json(review.gap)
     return values

@@ -49,6 +49,11 @@ def write_page(answer: Searched | Review, path: Path) -> Path:
 
 
 def render(answer: Searched | Review) -> str:
+    return filled(**(_of_search(answer) if isinstance(answer, Searched) else _of_review(answer)))
+
+
+def filled(**values: Any) -> str:
+    """The template with these values."""
     import jinja2
 
     source = files("stepwell.plan.explain").joinpath("page.html.j2").read_text("utf-8")

@@ -51,7 +51,8 @@ class Evaluated:
     bytes on a training GPU. parts: bytes of its moments, by what they are; OUTSIDE is what the
     allocator and the driver take. times: seconds of a step by part. servers: GPUs beside those that
     train, by what they do. settings: keys of the run. lacks: what the engine would need for it;
-    empty if it runs as it is. why_tp: what is gained by its tensor ranks."""
+    empty if it runs as it is. served_reward: bytes of a reward model on other GPUs. why_tp: what is
+    gained by its tensor ranks."""
 
     placement: Placement
     num_gpus: int
@@ -69,6 +70,7 @@ class Evaluated:
     distance: int = 0
     lacks: str = ""
     gpu: str = ""
+    served_reward: float = 0.0
     why_tp: str = ""
 
     @property
@@ -200,6 +202,7 @@ def placed(
         distance=distance(asked, placement),
         lacks="" if copies or placement.sampler == "none" else NO_COPY,
         gpu=device.name,
+        served_reward=training.models["reward"].total if "reward" in servers else 0.0,
     )
 
 

@@ -39,7 +39,7 @@ def lines(plan: MethodPlan) -> list[str]:
         "as it is usually drawn:",
         *_indented(_of(plan.asked)),
     ]
-    found += ["", *_verdict(plan)]
+    found += ["", *verdict(plan)]
     if plan.nearest is not None and plan.nearest is not plan.asked and not plan.fits:
         found += ["", "the nearest that fits:", *_indented(_of(plan.nearest, True))]
     if plan.elsewhere is not None and not plan.fits:
@@ -79,7 +79,7 @@ def _indented(rows) -> list[str]:
     return [f"  {row}" for row in rows]
 
 
-def _verdict(plan: MethodPlan) -> list[str]:
+def verdict(plan: MethodPlan) -> list[str]:
     asked = plan.asked
     if asked.fits:
         room = (asked.limit - asked.peak) / GB
@@ -166,14 +166,17 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
         found.append(f"host memory of a machine: {one.host_of_machine / GB:,.0f} {has}")
     found.append(f"such a step: {one.step_s:,.1f} s ({_parts(one)})")
     if with_settings:
-        usual = {"layout.tp": 1, "remat.mode": "none"}
-        keys = [(key, value) for key, value in one.settings.items() if usual.get(key) != value]
-        found.append(
-            " ".join(f"--{key} {str(value).replace('True', 'true')}" for key, value in keys)
-        )
+        found.append(" ".join(settings_text(one)))
     if one.lacks:
         found.append(f"but {one.lacks}")
     return found
+
+
+def settings_text(one: Evaluated) -> list[str]:
+    """`--key value` of what is not as usual."""
+    usual = {"layout.tp": 1, "remat.mode": "none"}
+    keys = [(key, value) for key, value in one.settings.items() if usual.get(key) != value]
+    return [f"--{key} {str(value).replace('True', 'true')}" for key, value in keys]
 
 
 def part_name(part: str) -> str:
