@@ -1,13 +1,17 @@
-"""A dry run of a step with many micro-batches from two of few.
+"""A dry run of a step with many micro-batches, or of a model with many blocks, from two of few.
 
 Once the pipeline is full, a micro-batch more repeats what the one before did: every collective's
 number of calls is a + b m, of which two runs give both numbers. Nothing more is held than its rows
 of tokens; but gpipe holds all activations until the last forward pass, c + d m bytes.
+
+A block more adds the same calls and the same bytes, as long as the step's worst moment stays the
+same one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +21,9 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B
 
 from stepwell.config import Run
+from stepwell.models.lora_shapes import target_shapes
 from stepwell.parallel import pipeline
+from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.rules import axis_sizes
 from stepwell.parallel.schedules import next_micro_batches
 from stepwell.plan.dryrun import dryrun
@@ -31,7 +37,9 @@ from stepwell.plan.dryrun.dryrun import (
     rows_of_rank,
 )
 from stepwell.plan.dryrun.watch import Issued
+from stepwell.plan.memory.ledger import predict_rank
 from stepwell.sections.layout import LayoutConfig
+from stepwell.types import ConfigError
 
 
 def dry_run_scaled(
@@ -85,7 +93,7 @@ def scaled_calls(few: Counted, more: Counted, m_few: int, m_more: int, m: int) -
         calls = by_key.pop(one._replace(calls=0), 0)
         issued.append(one._replace(calls=_on_line(calls, one.calls, m_few, m_more, m)))
     if by_key:
-        raise ArithmeticError(f"sent with {m_few} micro-batches, but not with {m_more}: {by_key}")
+        raise ArithmeticError(f"sent with {m_few}, but not with {m_more}: {by_key}")
     return replace(more, issued=issued, wall_s=few.wall_s + more.wall_s)
 
 
@@ -98,14 +106,90 @@ def scaled_bytes(few: Counted, more: Counted, m_few: int, m_more: int, m: int) -
     return replace(more, activations=held, peaks=peaks)
 
 
-def _on_line(at_few: int, at_more: int, m_few: int, m_more: int, m: int) -> int:
-    further, rest = divmod((at_more - at_few) * (m - m_more), m_more - m_few)
+def _on_line(at_few: int, at_more: int, few: int, more: int, wanted: int) -> int:
+    further, rest = divmod((at_more - at_few) * (wanted - more), more - few)
     if rest:
         raise ArithmeticError(
-            f"{at_few} with {m_few} micro-batches and {at_more} with {m_more} do not grow evenly "
-            f"to {m}"
+            f"{at_few} with {few} and {at_more} with {more} do not grow evenly to {wanted}"
         )
     return at_more + further
+
+
+# --- many blocks from few --------------------------------------------------------------------
+
+
+def dry_run_of_few_blocks(
+    run: Run, world: int, gpus_per_node: int = 8, num_micro_batches: int | None = None
+) -> DryRun:
+    """`dry_run` of the whole model, of which only `few_layers` are run where it has more.
+
+    Raises as `dry_run`, and ConfigError where blocks do not add up evenly.
+    """
+    few, more = few_layers(run, world)
+    if run.model.num_layers <= more:
+        return dry_run(run, world, None, None, gpus_per_node, num_micro_batches)
+    n = run.model.num_layers
+    found = [
+        dry_run(with_layers(run, layers), world, None, None, gpus_per_node, num_micro_batches)
+        for layers in (few, more)
+    ]
+    pairs = zip(*(one.ranks for one in found), strict=True)
+    ranks = [_of_all_blocks(a, b, few, more, n) for a, b in pairs]
+    return DryRun(world, found[0].num_micro_batches, ranks)
+
+
+def few_layers(run: Run, world: int) -> tuple[int, int]:
+    """Two numbers of blocks, the smallest whose worst moment of the backward pass is, by the
+    ledger, that of the whole model, and that hold all that is gathered ahead. Raises ConfigError
+    where a block more does not add what the one before did: in a pipeline, with groups of blocks
+    that are computed again, and where blocks are named."""
+    faults = {
+        f"layout.pp={run.layout.pp}": run.layout.pp > 1,
+        f"remat.mode={run.remat.mode!r}": run.remat.mode in ("every", "sqrt", "budget"),
+        "lora.targets": not _of_all_alike(target_shapes(run.model, run.lora), run),
+        "precision.fp8.keep": not _of_all_alike(fp8_linears(run, run.layout.tp), run),
+    }
+    found = [name for name, there in faults.items() if there]
+    if found:
+        raise ConfigError(
+            f"a few blocks do not tell of all with {', '.join(found)}, which makes them differ; "
+            "the nearest that can be scaled is layout.pp=1 with remat.mode='none' and the same "
+            "layers of every block"
+        )
+    ahead = max(run.layout.prefetch_forward, run.layout.prefetch_backward) if world > 1 else 0
+    wanted = _worst_backward(run, world)
+    few = 2 + ahead
+    while few < run.model.num_layers and _worst_backward(with_layers(run, few), world) != wanted:
+        few += 1
+    return few, few + 1
+
+
+def _of_all_alike(names: Iterable[str], run: Run) -> bool:
+    """Whether layers by name (`blocks.3.attn.wq`) are the same ones of each block."""
+    by_block = defaultdict(set)
+    for _, number, layer in (name.split(".", 2) for name in names):
+        by_block[number].add(layer)
+    kinds = {frozenset(layers) for layers in by_block.values()}
+    return not kinds or (len(kinds) == 1 and len(by_block) == run.model.num_layers)
+
+
+def with_layers(run: Run, num_layers: int) -> Run:
+    model = run.model.model_copy(update={"num_layers": num_layers})
+    return run.model_copy(update={"model": model})
+
+
+def _worst_backward(run: Run, world: int) -> str:
+    moments = predict_rank(run, world, 0, device="cuda").by_phase
+    return max(moments.keys() - {"forward", "optimizer"}, key=lambda name: moments[name])
+
+
+def _of_all_blocks(few: Counted, more: Counted, n_few: int, n_more: int, n: int) -> Counted:
+    held = ("parameters", "gradients", "optimizer", "gathered")
+    sizes = {
+        name: _on_line(getattr(few, name), getattr(more, name), n_few, n_more, n) for name in held
+    }
+    scaled = scaled_bytes(few, scaled_calls(few, more, n_few, n_more, n), n_few, n_more, n)
+    return replace(scaled, **sizes)
 
 
 def row_bytes(run: Run) -> int:
