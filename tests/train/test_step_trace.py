@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -68,10 +69,12 @@ def two_ranks(folder):
     steps(folder, **{"log.profile_step": 2, "layout.dp_shard": 2})
 
 
+@pytest.mark.slow
 def test_one_of_two_data_ranks_writes_and_its_messages_are_the_data_axis(tmp_path):
     run_ranks(two_ranks, 2, str(tmp_path))
     (path,) = (tmp_path / "traces").iterdir()
     trace = read_trace(path)
     assert (trace.world, trace.rank) == (2, 0)
-    measured = parts_of(trace, ALONE)
-    print(measured)
+    data = parts_of(trace, replace(ALONE, dp_shard=2)).messages["data"]
+    assert 0 < data.exposed_s <= data.busy_s < trace.steps[0].seconds
+    assert data.calls >= 6  # two blocks: gathered twice, reduced once

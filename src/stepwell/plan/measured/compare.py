@@ -119,10 +119,12 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Comparison:
-    """lines: of both steps, which add up to each. knobs, together: gains of the measured step.
-    doubts: why the trace may be of something else than what is planned."""
+    """lines: of both steps, which add up to each but for what is next to nothing. predicted_s: of a
+    step. knobs, together: gains of the measured step. doubts: why the trace may be of something
+    else than what is planned."""
 
     measured: Measured
+    predicted_s: float
     lines: tuple[Line, ...]
     links: tuple[Link, ...]
     causes: tuple[Cause, ...]
@@ -152,7 +154,7 @@ def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = Tru
     more = tuple(together(prices, task, layout, config, fitted.beside_s)) if deep else ()
     causes = tuple(_causes(lines, links, measured, job, fitted, found))
     doubts = tuple(_doubts(trace, links, job))
-    return Comparison(measured, lines, links, causes, found, more, fitted, doubts)
+    return Comparison(measured, step.total_s, lines, links, causes, found, more, fitted, doubts)
 
 
 def task_of(job: Job) -> Task:

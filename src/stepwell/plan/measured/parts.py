@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 # The first pattern that is found in a kernel's (or, on a CPU, an operator's) name decides.
 CATEGORIES = {
-    "memory-bound": r"triton_(poi|red|per|pointwise|reduction|persistent)_",
+    "memory-bound": r"triton_(poi|red|per|pointwise|reduction|persistent)_|fsdp::",
     "collectives": (
         r"nccl|gloo|all_?gather|all_?reduce|reduce_scatter|all_?to_?all|deep_ep|nvshmem"
         r"|memcpy ptop"
@@ -208,20 +208,25 @@ def kind_of(piece: Piece, optimizer: Sequence[Span] = ()) -> str:
 
 def axis_of(message: Message | None, layout: Arrangement) -> str:
     """One of AXES. A group's name decides, else its ranks, else what only one axis can be."""
-    if message is None:
-        return "other"
+    sizes = _sizes(layout)
+    if message is None or not (message.group or message.num_ranks or message.ranks):
+        return _only(axis for axis, _ in sizes)
     words = set(re.findall(r"[a-z]+", message.group.lower()))
     for axis, names in WORDS:
         if words & names:
             return axis
     if message.kind in ("send", "recv"):
         return "pp" if layout.pp > 1 else "cp" if layout.cp > 1 else "other"
-    sizes = _sizes(layout)
     if len(message.ranks) > 1:
         step = message.ranks[1] - message.ranks[0]
         return next((axis for axis, s in sizes if s == (message.num_ranks, step)), "other")
-    alike = dict.fromkeys(axis for axis, (size, _) in sizes if size == message.num_ranks)
-    few = [axis for axis in alike if axis != "world"] or [*alike]
+    return _only(axis for axis, (size, _) in sizes if size == message.num_ranks)
+
+
+def _only(axes: Iterable[str]) -> str:
+    """The axis, if they are one beside the world."""
+    found = dict.fromkeys(axes)
+    few = [axis for axis in found if axis != "world"] or [*found]
     return few[0] if len(few) == 1 else "other"
 
 
@@ -244,10 +249,9 @@ def _sizes(layout: Arrangement) -> list[tuple[str, tuple[int, int]]]:
 def _messages(pieces: Sequence[tuple[Piece, Span]], exposed_s: float) -> Messages:
     alike: dict[tuple[str, int | None, int], list[float]] = {}
     wire, group = 0.0, 1
-    for piece, _ in pieces:
+    for piece, span in pieces:
         sent = piece.message
-        if sent is None:
-            alike.setdefault((piece.name, None, 1), []).append(piece.end_s - piece.start_s)
+        if sent is None or span[0] > piece.start_s:  # what a CPU does to send; another step's
             continue
         key = (sent.kind, sent.num_bytes, sent.num_ranks)
         alike.setdefault(key, []).append(piece.end_s - piece.start_s)
@@ -256,7 +260,8 @@ def _messages(pieces: Sequence[tuple[Piece, Span]], exposed_s: float) -> Message
             wire += wire_bytes(sent.kind, sent.num_bytes, sent.num_ranks)
     link = sum(len(times) * _fast(times) for times in alike.values())
     busy = length(union(span for _, span in pieces))
-    return Messages(busy, exposed_s, min(link, busy), wire, len(pieces), group)
+    calls = sum(map(len, alike.values()))
+    return Messages(busy, exposed_s, min(link, busy), wire, calls, group)
 
 
 def _fast(times: list[float]) -> float:

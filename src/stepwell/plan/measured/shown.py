@@ -25,12 +25,11 @@ def head(gap: Gap) -> str:
 
 def line_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """LINE_COLUMNS."""
-    lines = comparison.lines
-    whole = Line("a step", *(sum(values) for values in list(zip(*lines, strict=True))[1:]))
+    whole = Line("a step", comparison.measured.step_s, comparison.predicted_s)
     return [
         (NAMES.get(x.name, x.name), f"{x.measured_s:.3f} s", f"{x.predicted_s:.3f} s",
          f"{x.more_s:+.3f} s")
-        for x in (*lines, whole)
+        for x in (*comparison.lines, whole)
     ]  # fmt: skip
 
 

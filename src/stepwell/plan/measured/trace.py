@@ -2,9 +2,9 @@
 what ran in them. No torch.
 
 A kernel is an event of category `kernel`, `gpu_memcpy` or `gpu_memset`; one of NCCL carries its
-collective, sizes and group in `args`. Steps are the annotations `ProfilerStep#N` that a profiler
-with a schedule writes, and so does `log.profile_step`. A trace without kernels is a CPU's: there an
-operator counts for the time in which none that it calls runs.
+collective, sizes and group in `args` (libkineto, output_json.cpp). Steps are the annotations
+`ProfilerStep#N` that a profiler with a schedule writes, and so does `log.profile_step`. A trace
+without kernels is a CPU's: there an operator counts for the time in which none that it calls runs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 STEP = re.compile(r"ProfilerStep\s*#(\d+)$")
 OPTIMIZER = "Optimizer.step#"
+GLOO = "gloo:"
 # Bytes of a number, by the names that c10d writes.
 DTYPE_BYTES = {
     **dict.fromkeys(("Byte", "Char", "Bool", "Float8_e4m3fn", "Float8_e5m2"), 1),
@@ -129,7 +130,8 @@ def read_trace(path: str | Path) -> Trace:
 @dataclass
 class _Found:
     """What is kept of the events. annotated: spans of ProfilerStep#N by number, on the device
-    (True) and on the host; optimizer likewise. operators: of a CPU, by thread."""
+    (True) and on the host; optimizer likewise. operators: of a CPU, by thread. gloo: its
+    messages, which name neither sizes nor groups."""
 
     num_events: int = 0
     kernels: list[Piece] = field(default_factory=list)
@@ -141,6 +143,7 @@ class _Found:
         default_factory=lambda: {True: [], False: []}
     )
     operators: dict[Any, list[tuple[float, float, str]]] = field(default_factory=dict)
+    gloo: list[Piece] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
 
     def add(self, event: Any) -> None:
@@ -167,6 +170,9 @@ class _Found:
         """Written once for each stream; a step's span is that of all of them."""
         if name.startswith(OPTIMIZER):
             self.optimizer[on_device].append((start, end))
+        if name.startswith(GLOO):
+            sent = Message(kind_of(name.removeprefix(GLOO)), None, 0, "", ())
+            self.gloo.append(Piece(name, start, end, sent))
         step = STEP.match(name)
         if step is not None:
             spans, number = self.annotated[on_device], int(step[1])
@@ -188,6 +194,7 @@ class _Found:
         return tuple(found)
 
     def own_time(self) -> Iterator[Piece]:
+        yield from self.gloo
         for calls in self.operators.values():
             yield from own_pieces(calls)
 
