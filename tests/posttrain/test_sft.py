@@ -114,7 +114,10 @@ def test_changed_rows_are_rendered_anew_or_refused(world, capsys):
     assert main(words("sft", values)) == 2
     assert "was trained on rows of another file" in capsys.readouterr().err
     shutil.rmtree("changed/checkpoints")
+    os.link("changed/data.origin.json", "origin-before.json")
+    before = Path("origin-before.json").read_text()
     assert main(words("sft", values)) == 0
+    assert Path("origin-before.json").read_text() == before, "replaced as a whole, not written over"
     tokenizer = Tokenizer.load("tokenizer")
     from stepwell.data.store import TokenStore
 

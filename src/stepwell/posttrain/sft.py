@@ -3,7 +3,6 @@ other."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterable
@@ -15,9 +14,11 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.data.chat_formats import chat_rules
+from stepwell.data.files import file_sha256
 from stepwell.data.loader import packing_report
 from stepwell.data.sft_data import build_sft_store
 from stepwell.data.store import TokenStore
+from stepwell.files import write_text
 from stepwell.parallel.mesh import Mesh, on_main
 from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import check_first_model
@@ -122,7 +123,7 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
         check_lengths(store, path, run.data.seq_len)
         return [rows_event(path, counts, store, run.data.seq_len)] if counts else []
     # The note comes first: after a kill the folder is known to be ours.
-    note.write_text(json.dumps(origin), "utf-8")
+    write_text(note, json.dumps(origin))
     try:
         store, report = build_sft_store(
             Path(path), tokenizer, folder, method.max_rows, chat_rules(method)
@@ -137,7 +138,7 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
         note.unlink()
         raise
     counts = {"rows": report.rows, "dropped": dict(report.drops.by_reason)}
-    note.write_text(json.dumps({**origin, "counts": counts}), "utf-8")
+    write_text(note, json.dumps({**origin, "counts": counts}))
     return [rows_event(path, counts, store, run.data.seq_len)]
 
 
@@ -174,8 +175,7 @@ def check_lengths(store: TokenStore, path: str, seq_len: int) -> None:
 def rows_origin(path: str, tokenizer: Tokenizer, method: SFT) -> dict[str, Any]:
     """What rendered rows depend on. Raises DataError for a file that cannot be read."""
     try:
-        with open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     return {
