@@ -17,7 +17,7 @@ from stepwell.models.activations import seen_outside
 from stepwell.models.axes import axes_of, divided_dim
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.lora_shapes import trained_shapes
-from stepwell.parallel.remat import bytes_of_block, segments_of
+from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, segments_of
 from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
 from stepwell.types import ConfigError
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 # optim.kind "adamw8bit" (train.adamw8bit): what it quantises, and into what.
 # Smaller matrices would save nothing and lose the most.
 QUANTISED_MIN_ELEMENTS, QUANTISED_BLOCK = 4096, 256
-
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 # --- rules -----------------------------------------------------------------------------------
@@ -185,13 +183,13 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
     sharded = sizes.dp_shard * sizes.cp if run.layout.zero else 1
     ranks = sizes.pp * sharded * sizes.tp
     trained = sum(prod(s) for s in trained_shapes(run.model, run.lora, strict=False).values())
-    share = trained * _BYTES[run.precision.param] // ranks
+    share = trained * DTYPE_BYTES[run.precision.param] // ranks
     if run.offload.optimizer:
         found["optimizer"] = 4 * share
     if run.offload.parameters:
         whole = sum(prod(s) for s in parameter_shapes(run.model).values())
         frozen = whole if run.lora.rank else 0
-        found["parameters"] = 4 * share + frozen * _BYTES[run.precision.compute] // ranks
+        found["parameters"] = 4 * share + frozen * DTYPE_BYTES[run.precision.compute] // ranks
     if run.offload.activations:
         block = bytes_of_block(run, sizes)
         blocks = -(-run.model.num_layers // sizes.pp)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stepwell.launch.environ import rank_timeout_s
-from stepwell.parallel.rules import AxisSizes, axis_sizes, nearest_divisor
+from stepwell.parallel.remedies import divisors
+from stepwell.parallel.rules import AxisSizes, axis_sizes
 from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError, StepwellError
 
@@ -119,7 +120,7 @@ def sparse_view(mesh: Mesh, ep: int) -> DeviceMesh:
     if stage % ep:
         raise ConfigError(
             f"ep={ep} must divide the {stage} ranks of a pipeline stage; the nearest that does is "
-            f"{nearest_divisor(stage, ep)}"
+            f"{divisors(stage, ep)[0]}"
         )
     return init_device_mesh(
         mesh.device.type, (mesh.sizes.pp, stage // ep, ep), mesh_dim_names=("pp", "edp", "ep")
@@ -145,8 +146,8 @@ def init_distributed(
     fill the world, before anything is started.
     """
     limit = timedelta(seconds=timeout_s or rank_timeout_s(os.environ))
-    world, rank, local_rank = launched_ranks(os.environ) or (1, 0, 0)
-    grouped = launched_ranks(os.environ) is not None
+    launched = launched_ranks(os.environ)
+    world, rank, local_rank = launched or (1, 0, 0)
     sizes = axis_sizes(layout, world)
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -158,7 +159,7 @@ def init_distributed(
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if not grouped:
+    if launched is None:
         return Mesh(world=1, rank=0, local_rank=0, device=device)
     if not dist.is_initialized():
         dist.init_process_group(

@@ -171,10 +171,6 @@ def _after(run: Run, world: int, wanted: Change) -> Found | None:
     return _complaints(changed, wanted.get(RANKS, world))
 
 
-def nearest_divisor(number: int, wanted: int) -> int:
-    return divisors(number, wanted)[0]
-
-
 # --- the rules -------------------------------------------------------------------------------
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.hardware import live_tensor_bytes
-from stepwell.models.lora import LoraLinear
+from stepwell.parallel.adapters import quantised_bytes
+from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import Mesh
 from stepwell.plan.memory.models import ModelBytes
 from stepwell.posttrain.ppo.critic import critic_run
@@ -185,8 +186,7 @@ def measured(engine: Engine, gradient_bytes: int = 0) -> ModelBytes:
         state = engine.optimizer.state_dict()
         moments = [moment for name, moment in state.items() if not name.endswith(".step")]
     frozen = live_tensor_bytes(p for p in own if not p.requires_grad)
-    layers = [m for p in engine.pieces for m in p.modules() if isinstance(m, LoraLinear)]
-    in_4_bits = sum(layer.quantised.num_bytes for layer in layers if layer.quantised is not None)
+    in_4_bits, _ = quantised_bytes(engine.pieces)
     return ModelBytes(
         parameters=frozen + in_4_bits,
         gradients=gradient_bytes,
@@ -241,9 +241,7 @@ def _storages(engine: Engine) -> dict[str, Any]:
     """The storages behind the parameters of this rank, each once; DTensors' local ones."""
     found: dict[int, tuple[str, Any]] = {}
     for name, parameter in engine.named_parameters():
-        local: Any = parameter
-        local = local.to_local() if hasattr(local, "to_local") else local.data
-        storage = local.untyped_storage()
+        storage = local_part(parameter).untyped_storage()
         found.setdefault(storage._cdata, (name, storage))
     return dict(found.values())
 
