@@ -341,6 +341,53 @@ def test_less_recomputation_keeps_more():
     )
 
 
+def products(dims: Dims, experts: bool = False, **layout) -> float:
+    """What "selective" keeps of a block's MLP, of 8,192 tokens in our program."""
+    known = job(dims, rows=1, seq_len=8192, program="stepwell", recompute="selective", **layout)
+    return block_of(dims, known.layout, experts).products.mlp
+
+
+def test_products_of_experts_are_kept_for_each_that_a_token_goes_to():
+    """Gate, up (14,336 wide) and what comes out (4,096), in two bytes; 1.3 times the mean on the
+    busiest rank; 8 float32 logits of the router."""
+    mixtral = replace(LLAMA, experts=Experts(8, 2, 14336))
+    routed, logits = 2 * 1.3 * 8192, 4 * 8 * 8192
+    assert products(mixtral, True) == pytest.approx(2 * routed * (2 * 14336 + 4096) + logits)
+    assert products(mixtral, True, ep=8, dp_shard=8) == pytest.approx(
+        products(mixtral, True) + 2 * routed * 4096
+    )
+    for top_k in (1, 4, 8):
+        more = replace(mixtral, experts=Experts(8, top_k, 14336))
+        share = (products(more, True) - logits) / (products(mixtral, True) - logits)
+        assert share == pytest.approx(top_k / 2)
+    shared = replace(mixtral, experts=Experts(8, 2, 14336, num_shared=1))
+    assert products(shared, True) - products(mixtral, True) == pytest.approx(products(LLAMA))
+    torchtitan = {"program": "fsdp", "recompute": "selective", "dp_shard": 8, "zero": 3}
+    kept = {
+        ep: block_of(mixtral, job(mixtral, rows=1, seq_len=8192, ep=ep, **torchtitan).layout, True)
+        for ep in (1, 8)
+    }
+    assert kept[1].products.mlp == 0  # no product of all experts is on its list
+    assert kept[8].products.mlp == pytest.approx(2 * 2 * routed * 4096)
+
+
+@pytest.mark.parametrize("program", ["stepwell", "fsdp"])
+@pytest.mark.parametrize("model", ["gated", "ungated", "experts", "shared experts"])
+def test_selective_never_keeps_more_than_everything(program, model):
+    dims = LLAMA if model == "gated" else GPT
+    if "experts" in model:
+        dims = replace(LLAMA, experts=Experts(8, 2, 14336, num_shared=model != "experts"))
+    for tp in (1, 2, 8):
+        layout = {"tp": tp, "program": program, "recompute": "selective"}
+        block = block_of(dims, job(dims, **layout).layout, "experts" in model)
+        assert block.input.total < block.products.total < block.all.total, tp
+
+
+def test_an_mlp_without_a_gate_has_one_product_on_the_way_in():
+    assert products(GPT) == 2 * 8192 * (GPT.d_ff + GPT.d_model)
+    assert products(LLAMA) == 2 * 8192 * (2 * LLAMA.d_ff + LLAMA.d_model)
+
+
 def test_torchs_losses():
     """Logits of 8192 x 128256: 12 bytes each eagerly (log-softmax and two gradients in float32), 4
     fused; by chunks a share."""

@@ -119,7 +119,7 @@ def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
     attention, mlp = _attention(dims, layout, at, a, w) + given, given
     mlp += _experts(dims, layout, at, a, w) if experts else _mlp(dims, layout, at, a)
     if eight_bits(layout):
-        more = _in_8_bits(dims, layout, at, a, given)
+        more = _in_8_bits(dims, layout, at, a, given, experts)
         attention, mlp = attention + more[0], mlp + more[1]
     if _drops(layout):  # masks of the dropout before each sum
         attention, mlp = attention + at.part, mlp + at.part
@@ -203,15 +203,18 @@ def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> flo
 
 
 def _in_8_bits(
-    dims: Dims, layout: Arrangement, at: Tokens, a: int, given: float
+    dims: Dims, layout: Arrangement, at: Tokens, a: int, given: float, experts: bool
 ) -> tuple[float, float]:
     """What 8 bits change. Megatron's products keep a byte an element of their input. In our engine
     each has a copy of its own, in place of a shared one; attention's output stays
     (models/activations)."""
     if layout.program == "megatron":
         return given / a - given, given / a - given
+    attention, factors = at.wide * (3 - a) + at.query, 2 if dims.mlp == "swiglu" else 1
+    if experts:  # the router, and the sorted tokens, read the input as it is
+        return attention, 0.0
     inner = at.num_tokens * dims.d_ff / layout.tp
-    return at.wide * (3 - a) + at.query, at.wide * (2 - a) + inner * (1 - a)
+    return attention, at.wide * (factors - a) + inner * (1 - a)
 
 
 def _adapters(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[float, float]:
@@ -231,17 +234,42 @@ def _selective(
     """What "selective" keeps, and what of it the backward pass does not use."""
     if layout.program == "megatron":
         return _without(dims, layout, at, a, whole, experts), 0.0
-    inner = at.num_tokens * dims.d_ff / layout.tp
     if layout.program == "stepwell":
         written = a * (at.wide + (at.part if layout.tp > 1 else 0))
         heads = a * (2 * at.query + 2 * at.key) + w * at.heads
-        mlp = 2 * a * inner + written
-        return Modules(a * at.part, heads + written, mlp), written
+        mlp, unneeded = _products_of_mlp(dims, layout, at, a, w, written, experts)
+        return Modules(a * at.part, heads + written, mlp), unneeded
     if layout.recipe == "nvfp4":  # whose products are no operators that torchtitan's list names
         return Modules(a * at.part, a * at.query + w * at.heads, 0.0), 0.0
     # torchtitan keeps attention and every second product: wq, wv, w1, w2.
     heads = a * (2 * at.query + at.key) + w * at.heads
+    if experts:  # products of all experts are not on its list, but the exchanges are
+        assert dims.experts
+        exchanged = 2 * a * routed_tokens(dims, layout) * dims.d_model if layout.ep > 1 else 0.0
+        inner = at.num_tokens * dims.experts.num_shared * dims.experts.d_ff / layout.tp
+        shared = a * at.wide if inner else 0.0
+        return Modules(a * at.part, heads, exchanged + a * inner + shared), shared
+    inner = at.num_tokens * dims.d_ff / layout.tp
     return Modules(a * at.part, heads, a * (inner + at.wide)), a * at.wide
+
+
+def _products_of_mlp(
+    dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int, written: float, experts: bool
+) -> tuple[float, float]:
+    """What the products of an MLP write, and what of it is only added up. Of experts: for each
+    expert that a token goes to, and there what has been exchanged; the router's logits; shared
+    experts."""
+    factors = 2 if dims.mlp == "swiglu" else 1
+    if not experts:
+        return factors * a * at.num_tokens * dims.d_ff / layout.tp + written, written
+    assert dims.experts
+    one, routed = dims.experts, routed_tokens(dims, layout)
+    shared = at.num_tokens * one.num_shared * one.d_ff / layout.tp
+    unneeded = a * routed * dims.d_model + (written if one.num_shared else 0.0)
+    router = w * at.num_tokens / layout.tp * one.num_experts
+    exchanged = a * routed * dims.d_model if layout.ep > 1 else 0.0
+    inner = factors * a * (routed * one.d_ff + shared)
+    return inner + exchanged + router + unneeded, unneeded
 
 
 def _without(
