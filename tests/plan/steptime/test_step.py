@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from stepwell.hardware import ACCELERATORS
 from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.steptime.coefficients import SHIPPED, UNMEASURED, fastest_matmul, peak
 from stepwell.plan.steptime.step import flops_per_token, ledger, predict_step, price
@@ -148,6 +149,20 @@ def test_small_kernels_wait_for_the_host():
     assert step.parts["host"] > 0.8 * step.total_s
     launches = predict_step(job(tiny, seq_len=128), SHIPPED.changed(launch_s=1e-6))
     assert launches.total_s < step.total_s / 2
+
+
+def test_flash_attention_2_is_native_before_hopper():
+    """Ada has Ampere's units for products: nothing newer is written for it."""
+    slowed = set()
+    for name in ACCELERATORS:
+        plain = job(LLAMA_8B, gpu=name, precision="fp16")
+        native = changed(plain, attention_kernel="native")
+        slower = predict_step(plain).parts["attention"] / predict_step(native).parts["attention"]
+        assert slower == pytest.approx(1) or slower == pytest.approx(1 / SHIPPED.attention_older)
+        slowed |= {name} if slower > 1.01 else set()
+    assert {"h100-sxm", "b200", "rtx5090", "mi300x"} <= slowed
+    before = {"v100-32g", "a100-80g", "a10", "rtx3090", "rtx-a6000", "rtx4090", "l40s", "l4"}
+    assert not before & slowed
 
 
 def test_adapters_send_and_step_almost_nothing():

@@ -105,7 +105,13 @@ SHIPPED = Coefficients(
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
-PROCESSORS = {"volta": 80, "ampere": 108, "hopper": 132, "blackwell": 148, "cdna": 256}
+PROCESSORS = {
+    **{"volta": 80, "ampere": 108, "ada": 128},
+    **{"hopper": 132, "blackwell": 148, "cdna": 256},
+}
+# FlashAttention-2 was written for Ampere, and Ada's units are the same: no newer kernel is faster
+# on these (2307.08691; 2407.08608 is for Hopper's).
+OLDER_IS_NATIVE = ("volta", "ampere", "ada")
 
 
 def generation(device: Accelerator) -> str:
@@ -116,6 +122,7 @@ def generation(device: Accelerator) -> str:
     for prefixes, found in (
         (("v100",), "volta"),
         (("a100", "a800", "a10", "rtx-a", "rtx3"), "ampere"),
+        (("l4", "rtx4"), "ada"),
         (("b200", "gb200", "b300", "gb300", "rtx5"), "blackwell"),
     ):
         if name.startswith(prefixes):

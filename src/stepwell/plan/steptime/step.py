@@ -14,6 +14,7 @@ from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.comms.collectives import Sent, collectives
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import (
+    OLDER_IS_NATIVE,
     POWER_LIMITED,
     SHIPPED,
     Coefficients,
@@ -194,7 +195,7 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
         bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
         low = fastest_matmul(device, bits) * share * sustained
     flash = c.attention
-    if layout.attention_kernel != "native" and generation(device) not in ("volta", "ampere"):
+    if layout.attention_kernel != "native" and generation(device) not in OLDER_IS_NATIVE:
         flash *= c.attention_older
     if layout.attention_kernel == "triton":
         flash *= c.attention_triton
