@@ -189,6 +189,17 @@ def test_a_start_that_fails_leaves_no_run_behind(tmp_path, init):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_a_kill_while_an_engine_along_is_saved_anew_loses_nothing(tmp_path):
+    """After a rewind its checkpoint is written again: the old one stands aside for a moment."""
+    run = session_run(tmp_path)
+    for again in (False, True):
+        with open_session(run, console=False, others={"critic": (run, None)}) as session:
+            assert (session.extra is not None) == again
+            session.save({"place": 1})
+        place = tmp_path / "critic" / "checkpoints" / "step-00000000"
+        place.rename(place.with_name(f".{place.name}.replaced"))
+
+
 def test_a_folder_without_a_checkpoint_may_be_taken_over(tmp_path):
     run_to(session_run(tmp_path), stop=2)
     other = session_run(tmp_path, **{"optim.lr": 0.5})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ FREE_KEYS = (
 )
 
 
-def check_folder(run: Run) -> Path | None:
-    """The last checkpoint in the run's folder, which a killed process's leftovers are cleared from.
-    Refuses a folder whose checkpoints belong to a different run."""
+def check_folder(run: Run, others: Iterable[str] = ()) -> Path | None:
+    """The last checkpoint in the run's folder, which a killed process's leftovers are cleared from,
+    as its folders `others` are. Refuses a folder whose checkpoints belong to a different run."""
     latest, path = checkpoint.latest(run.dir), Path(run.dir) / RECIPE
     if path.exists() and latest is not None:
         changed = differing_keys(Run.load(path), run)
@@ -41,7 +42,8 @@ def check_folder(run: Run) -> Path | None:
                 "from its last checkpoint with these settings, choose another dir and set "
                 f"checkpoint.branch_from={run.dir!r}"
             )
-    checkpoint.remove_leftovers(run.dir)
+    for folder in (run.dir, *(Path(run.dir) / name for name in others)):
+        checkpoint.remove_leftovers(folder)
     return latest
 
 

@@ -70,7 +70,7 @@ def open_session(
     """
     mesh = mesh or join(run)
     with nullcontext() if held else hold_folder(run.dir, mesh):
-        latest = on_main(lambda: check_folder(run), mesh)
+        latest = on_main(lambda: check_folder(run, others or ()), mesh)
         engine, extra, start = _started(run, weights, mesh, latest, tokenizer)
         told = (
             {}
