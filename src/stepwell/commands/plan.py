@@ -28,18 +28,12 @@ from stepwell.plan.job import Job, job_of
 from stepwell.plan.measured.gap import Gap, gap, measured_step_s
 from stepwell.plan.measured.source import measured_at
 from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.search.candidates import Candidate, nothing_fits, pareto
 from stepwell.plan.search.checks import pins_text
+from stepwell.plan.search.fewest import fewest_gpus
+from stepwell.plan.search.prices import Prices, as_run
 from stepwell.plan.search.runs import run_of, values_of
-from stepwell.plan.search.search import (
-    Candidate,
-    Prices,
-    as_run,
-    batches,
-    fewest_gpus,
-    nothing_fits,
-    pareto,
-    search,
-)
+from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Task
 from stepwell.sections.methods import SampledMethod
 from stepwell.sections.model import ModelConfig

@@ -32,8 +32,8 @@ from stepwell.plan.measured.shown import (
     line_rows,
     link_rows,
 )
+from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import data_text, offloaded, short
-from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
 

@@ -18,7 +18,9 @@ from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
 from stepwell.plan.explain.answer import candidate_json
 from stepwell.plan.explain.reasons import Explanation, explain
-from stepwell.plan.search.search import Prices, Ranking, search
+from stepwell.plan.search.candidates import Ranking
+from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.search import search
 
 CLAIM = (
     "Of a 400B model's layout on 1,024 H100s, each axis is where it is because its neighbours do "

@@ -58,12 +58,20 @@ def fp8_linears(run: Run, tp: int = 1) -> list[str]:
     fp8 = run.precision.fp8
     if fp8.recipe == "none":
         return []
-    return [
+    return list(_large_linears(run.model, fp8.keep, fp8.min_dim, tp))
+
+
+@lru_cache(maxsize=64)
+def _large_linears(
+    model: ModelConfig, keep: tuple[str, ...], min_dim: int, tp: int
+) -> tuple[str, ...]:
+    """Of at least min_dim rows and columns on a tensor rank, but for the patterns in keep."""
+    return tuple(
         name
-        for name, shape in block_linears(run.model).items()
-        if not any(fnmatchcase(name, pattern) for pattern in (*ALWAYS_KEPT, *fp8.keep))
-        and min(local_shape(run.model, name, shape, tp)) >= fp8.min_dim
-    ]
+        for name, shape in block_linears(model).items()
+        if not any(fnmatchcase(name, pattern) for pattern in (*ALWAYS_KEPT, *keep))
+        and min(local_shape(model, name, shape, tp)) >= min_dim
+    )
 
 
 def usual_kinds(run: Run, tp: int = 1) -> frozenset[str]:

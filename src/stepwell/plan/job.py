@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from stepwell.config import Run
 from stepwell.models.flops import count_parameters
@@ -182,6 +182,13 @@ class Arrangement:
     recompute_every: int = 2
     cp_method: Literal["ring", "ulysses"] = "ring"
     adapters: Adapters | None = None
+
+    def having(self, **changes: Any) -> Arrangement:
+        """As `dataclasses.replace`, in a tenth of its time: a search makes tens of thousands."""
+        assert changes.keys() <= self.__dict__.keys()
+        other = object.__new__(Arrangement)
+        other.__dict__.update(self.__dict__, **changes)
+        return other
 
     @property
     def num_gpus(self) -> int:

@@ -25,7 +25,9 @@ from stepwell.plan.explain.reasons import explain, part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job, job_of
 from stepwell.plan.measured.gap import gap
-from stepwell.plan.search.search import Candidate, Prices, search
+from stepwell.plan.search.candidates import Candidate
+from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.search import search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
 from tests.diagnose.test_report import CHROMIUM, brightness, look

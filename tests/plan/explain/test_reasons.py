@@ -27,7 +27,9 @@ from stepwell.plan.explain.reasons import (
 )
 from stepwell.plan.job import job_of
 from stepwell.plan.measured.gap import gap, measured_step_s
-from stepwell.plan.search.search import Candidate, Prices, batches, pareto, search
+from stepwell.plan.search.candidates import Candidate, pareto
+from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import preset

@@ -8,28 +8,26 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
 from stepwell.plan.job import job_of
+from stepwell.plan.search.candidates import complexity, nothing_fits, pareto
 from stepwell.plan.search.checks import check_task
+from stepwell.plan.search.fewest import fewest_gpus
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import run_of, settings_of, settings_text, short, values_of
-from stepwell.plan.search.search import (
-    Prices,
-    complexity,
-    fewest_gpus,
-    loose_bound,
-    nothing_fits,
-    pareto,
-    search,
-)
+from stepwell.plan.search.search import search
 from stepwell.plan.search.space import (
     REASONS,
-    Mesh,
+    Family,
     Pins,
     Task,
     body,
     context_problem,
     data_layouts,
+    leanest,
     meshes,
     micro_batch_problem,
     micro_batches,
+    no_more,
+    precisions,
     recomputations,
     schedules,
     tensor_problem,
@@ -61,10 +59,11 @@ def every_layout(task):
             for micro in micro_batches(task, mesh):
                 if micro_batch_problem(task, mesh, micro, schedule, v):
                     continue
-                for mode, every in recomputations(task, schedule):
-                    family = body(task, mesh, schedule, v, micro, mode, every)
-                    for layout in data_layouts(task, family, Counter()):
-                        yield family, layout
+                for level in recomputations(task, schedule):
+                    for precision in precisions(task):
+                        family = Family(mesh, schedule, v, micro, *level, precision)
+                        for layout in data_layouts(task, body(task, family), Counter()):
+                            yield family, layout
 
 
 def test_the_best_is_what_trying_everything_finds():
@@ -79,12 +78,35 @@ def test_the_best_is_what_trying_everything_finds():
     # What bounds leave out is slower than all that is within the slack.
     for layout, family in tried.items():
         seconds = prices.time(layout).total_s
-        assert loose_bound(prices, family) <= seconds
-        assert prices.bound(family) <= seconds * (1 + 1e-9)
+        assert prices.loose_bounds(task, [family])[0] <= seconds
+        assert prices.bound(body(task, family)) <= seconds * (1 + 1e-9)
     near = {layout for layout in tried if prices.time(layout).total_s <= 1.1 * best_s}
     unlisted = near - {c.layout for c in found.found}
     lighter = [layout for layout in unlisted if layout.recompute == "none"]
     assert lighter == []  # the others fit with less recomputation
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x7b"])
+def test_what_is_taken_to_hold_no_more_holds_no_more(name):
+    """By this families that are too large are left out without being asked."""
+    dims = find_model(name).dims
+    task, prices = Task(dims, H100, 16, SEQ_LEN, 64, Pins(cp=1)), Prices(dims, H100)
+
+    def held(family):
+        return prices.memory(leanest(body(task, family))).total
+
+    compared = 0
+    for mesh in meshes(task, Counter()):
+        for schedule, v in schedules(task, mesh, Counter())[:3]:
+            for mode, every in recomputations(task, schedule):
+                one = Family(mesh, schedule, v, 1, mode, every, "bf16")
+                for other, n in no_more((mode, every)):
+                    less = one._replace(recompute=other, recompute_every=n)
+                    assert held(less) <= held(one), (one, other)
+                    compared += 1
+                if mesh.dp <= 16:  # several micro-batches of each
+                    assert held(one) <= held(one._replace(micro_batch_rows=2)), one
+    assert compared > 100
 
 
 def test_layouts_fit_and_are_what_the_engine_runs(ranking):
@@ -262,7 +284,7 @@ def test_a_batch_without_a_row_and_a_precision_without_a_rate():
     with pytest.raises(ConfigError, match="no peak for 'fp8'"):
         search(EIGHT.dims, cluster("a100-80g"), 8, SEQ_LEN, BATCH, Pins(precision="fp8"))
     task = Task(EIGHT.dims, cluster("v100-32g"), 8, SEQ_LEN, 32)
-    assert body(task, Mesh(1, 1, 1, 1, 8), "1f1b", 1, 1, "none", 2).precision == "fp16"
+    assert precisions(task) == ["fp16"]
 
 
 def test_pareto_keeps_what_nothing_beats(ranking):

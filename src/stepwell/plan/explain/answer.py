@@ -16,8 +16,8 @@ from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import comparison_json
 from stepwell.plan.memory.host import HostMemory, host_memory
 from stepwell.plan.methods.evaluated import Evaluated
+from stepwell.plan.search.candidates import Candidate, Ranking
 from stepwell.plan.search.runs import settings_of, short
-from stepwell.plan.search.search import Candidate, Ranking
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, fewest_micro_batches
 from stepwell.plan.job import Arrangement
-from stepwell.plan.search.search import Prices
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import REASONS, Pins, Task, context_problem, tensor_problem
 from stepwell.plan.steptime.step import StepTime
 from stepwell.sections.layout import LayoutConfig

@@ -9,7 +9,7 @@ from typing import Any
 from stepwell.parallel.rules import check_run
 from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement
-from stepwell.plan.search.search import Prices
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import run_of, settings_text
 from stepwell.plan.search.space import RECOMPUTE, Task
 from stepwell.sections.model import ModelConfig

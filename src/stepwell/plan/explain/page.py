@@ -17,8 +17,8 @@ from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import change_text, count_text, links_note
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import cause_rows, easing, head, line_rows, link_rows
+from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import short
-from stepwell.plan.search.search import Candidate
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION
 

@@ -14,7 +14,7 @@ from stepwell.hardware import GIB
 from stepwell.plan.explain.reasons import part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job
-from stepwell.plan.search.search import Candidate
+from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
 
 WIDTH = 720

@@ -16,8 +16,10 @@ from stepwell.hardware import GIB
 from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement
 from stepwell.plan.memory.ledger import state_bytes_per_parameter
+from stepwell.plan.search.candidates import Candidate, Ranking
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import data_text, reshard_text, short
-from stepwell.plan.search.search import Candidate, Prices, Ranking, search
+from stepwell.plan.search.search import search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.types import ConfigError
@@ -505,4 +507,6 @@ def _known_s(prices: Prices, task: Task, best: Candidate) -> float:
         recipe="tensorwise" if task.pins.precision == "fp8" else best.layout.recipe,
     )
     now = changed(prices, task, layout, {})
-    return 1.0001 * now.step_s if now.works else math.inf
+    if not now.works or isinstance(found := prices.as_run(layout), str):
+        return math.inf
+    return 1.0001 * now.step_s if found.headroom_bytes >= task.pins.headroom_bytes else math.inf

@@ -17,7 +17,7 @@ from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
 from stepwell.plan.measured.parts import COPIES, IDLE, Measured, Messages, parts_of
 from stepwell.plan.measured.trace import Trace
-from stepwell.plan.search.search import Prices
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import Task
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.flows import ring_rate

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stepwell.plan.explain.knobs import Knob, knobs
 from stepwell.plan.job import Job
 from stepwell.plan.measured.compare import Comparison, task_of
-from stepwell.plan.search.search import Prices
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.steptime.coefficients import SHIPPED as COEFFICIENTS
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig

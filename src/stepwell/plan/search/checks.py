@@ -13,8 +13,8 @@ from stepwell.plan.search.space import (
     Pins,
     Task,
     context_problem,
-    default_precision,
     divisors,
+    precisions,
     tensor_problem,
 )
 from stepwell.types import ConfigError
@@ -31,7 +31,8 @@ def check_task(task: Task) -> None:
         check(task)
     check_headroom(task.pins, task.cluster)
     device = task.cluster.accelerator
-    device.peak_flops_per_s(task.pins.precision or default_precision(task.cluster))
+    for precision in precisions(task):
+        device.peak_flops_per_s(precision)
 
 
 def option(pin: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, NamedTuple
@@ -22,14 +22,19 @@ from stepwell.sections.layout import LayoutConfig
 from stepwell.sections.optim import LossConfig
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
-# Recomputation (mode, every how many blocks) by what it costs, the cheapest first.
-RECOMPUTE: tuple[tuple[Recompute, int], ...] = (
+# Recomputation: mode, and every how many blocks it is of.
+Level = tuple[Recompute, int]
+# By what it holds and costs.
+RECOMPUTE: tuple[Level, ...] = (
     ("none", 2),
     ("selective", 2),
     ("every", 4),
     ("every", 2),
     ("full", 2),
 )
+# Of these each holds less than those before it, and takes longer. "selective" is only known to hold
+# more than "full", and to take less: what products write may be more than all that is kept.
+WHOLE_BLOCKS = tuple(level for level in RECOMPUTE if level[0] != "selective")
 # Fewer tokens of a row on a rank than this leave its products too small to be worth it.
 FEWEST_CONTEXT_TOKENS = 1024
 MOST_MICRO_BATCH_TOKENS = 1 << 17
@@ -77,7 +82,7 @@ class Pins:
     schedule: str | None = None
     stages_per_rank: int | None = None
     recompute: Recompute | None = None
-    precision: Precision | None = None
+    precision: Precision | Literal["any"] | None = None
     offload: tuple[str, ...] | None = None
     max_tp: int | None = None
     max_cp: int | None = None
@@ -97,6 +102,18 @@ class Mesh(NamedTuple):
     pp: int
     ep: int
     dp: int
+
+
+class Family(NamedTuple):
+    """Layouts that differ in how data ranks divide the model."""
+
+    mesh: Mesh
+    schedule: str
+    stages_per_rank: int
+    micro_batch_rows: int
+    recompute: Recompute
+    recompute_every: int
+    precision: Precision
 
 
 @dataclass(frozen=True)
@@ -212,38 +229,45 @@ def schedules(task: Task, mesh: Mesh, refused: Refused) -> list[tuple[str, int]]
     return found
 
 
-def body(
-    task: Task, mesh: Mesh, schedule: str, v: int, micro: int, recompute: Recompute, every: int
-) -> Arrangement:
+def body(task: Task, family: Family) -> Arrangement:
     """A layout with the cheapest data parallelism that there is: ZeRO-1 over all data ranks."""
-    pins, halves = task.pins, schedule in ZERO_BUBBLE
+    mesh, halves, offload = family.mesh, family.schedule in ZERO_BUBBLE, task.pins.offload or ()
     return Arrangement(
         seq_len=task.seq_len,
-        micro_batch_rows=micro,
+        micro_batch_rows=family.micro_batch_rows,
         global_batch_rows=task.rows,
         tp=mesh.tp,
         cp=mesh.cp,
         pp=mesh.pp,
-        stages_per_rank=v,
-        schedule=schedule,
+        stages_per_rank=family.stages_per_rank,
+        schedule=family.schedule,
         dp_shard=mesh.dp,
         ep=mesh.ep,
         zero=1,
         reshard="never",
         reduce_every_micro_batch=False,
-        precision=pins.precision or default_precision(task.cluster),
-        recipe="tensorwise" if pins.precision == "fp8" else "none",
-        recompute=recompute,
-        recompute_every=every,
-        compiled=pins.compiled and not halves,
+        precision=family.precision,
+        recipe="tensorwise" if family.precision == "fp8" else "none",
+        recompute=family.recompute,
+        recompute_every=family.recompute_every,
+        compiled=task.pins.compiled and not halves,
         loss_chunk_tokens=CHUNK_TOKENS,
-        offload_optimizer="optimizer" in (pins.offload or ()),
-        offload_parameters="parameters" in (pins.offload or ()),
-        offload_activations="activations" in (pins.offload or ()),
+        offload_optimizer="optimizer" in offload,
+        offload_parameters="parameters" in offload,
+        offload_activations="activations" in offload,
     )
 
 
-def recomputations(task: Task, schedule: str = "1f1b") -> list[tuple[Recompute, int]]:
+def leanest(body: Arrangement) -> Arrangement:
+    """The data parallelism that holds the least: everything sharded over all data ranks."""
+    if body.dp_shard * body.cp == 1:
+        return body.having(zero=0)
+    if body.pp > 1:
+        return body.having(zero=3)
+    return body.having(zero=3, reshard="always", reduce_every_micro_batch=True)
+
+
+def recomputations(task: Task, schedule: str = "1f1b") -> list[Level]:
     """The most recomputation first: it holds the least."""
     if schedule in ZERO_BUBBLE:
         return [("none", 2)] if task.pins.recompute in (None, "none") else []
@@ -253,9 +277,40 @@ def recomputations(task: Task, schedule: str = "1f1b") -> list[tuple[Recompute, 
     return [(mode, n) for mode, n in reversed(RECOMPUTE) if asked in (None, mode)]
 
 
+@lru_cache(maxsize=64)
+def no_more(level: Level) -> tuple[Level, ...]:
+    """Levels that hold no more than this one, and itself."""
+    if level in WHOLE_BLOCKS:
+        return WHOLE_BLOCKS[WHOLE_BLOCKS.index(level) :]
+    return (level, WHOLE_BLOCKS[-1]) if level[0] == "selective" else (level,)
+
+
+@lru_cache(maxsize=64)
+def no_less(level: Level) -> tuple[Level, ...]:
+    return tuple(other for other in {*RECOMPUTE, level} if level in no_more(other))
+
+
+def lighter(level: Level) -> list[Level]:
+    """Those that take less time; of several in a row the next one, which holds the least."""
+    if level[0] == "selective":
+        return [WHOLE_BLOCKS[0]]
+    place = WHOLE_BLOCKS.index(level) if level in WHOLE_BLOCKS else 0
+    found = list(WHOLE_BLOCKS[place - 1 : place] if place else ())
+    return [*found, ("selective", 2)] if level == WHOLE_BLOCKS[-1] else found
+
+
 def default_precision(cluster: Cluster) -> Precision:
     """bf16 where the accelerator has it."""
     return "bf16" if cluster.accelerator.bf16_flops_per_s else "fp16"
+
+
+def precisions(task: Task) -> list[Precision]:
+    """Of products: 8 bits alter the numbers, so they are looked at only if asked for."""
+    asked = task.pins.precision
+    if asked is not None and asked != "any":
+        return [asked]
+    eight = asked == "any" and task.cluster.accelerator.fp8_flops_per_s
+    return [default_precision(task.cluster), *(["fp8"] if eight else [])]
 
 
 def micro_batches(task: Task, mesh: Mesh) -> list[int]:
@@ -292,7 +347,7 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
     pins, dp = task.pins, body.dp_shard
     if dp * body.cp == 1:
         if pins.zero in (None, 0) and pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
-            yield replace(body, zero=0)
+            yield body.having(zero=0)
         elif pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
             yield _staged(body, pins.zero or 0, pins.reshard or "always")
         return
@@ -304,10 +359,10 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
             refused["replicas"] += 1
             continue
         for zero, reshard in _stages(task, body, shard):
-            staged = _staged(replace(body, dp_shard=shard, dp_replicate=replicas), zero, reshard)
+            staged = _staged(body.having(dp_shard=shard, dp_replicate=replicas), zero, reshard)
             yield staged
             if zero == 3 and body.pp == 1 and staged.num_micro_batches > 1:
-                yield replace(staged, reduce_every_micro_batch=False)
+                yield staged.having(reduce_every_micro_batch=False)
 
 
 def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
@@ -333,8 +388,7 @@ def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
 
 
 def _staged(body: Arrangement, zero: int, reshard: Any) -> Arrangement:
-    return replace(
-        body,
+    return body.having(
         zero=zero,
         reshard=reshard if body.pp == 1 else "never",
         reduce_every_micro_batch=zero >= 2 and body.pp == 1,

@@ -1,0 +1,71 @@
+"""On how many accelerators something fits. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stepwell.plan.cluster import Cluster
+from stepwell.plan.job import Arrangement
+from stepwell.plan.search.checks import check_task
+from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.space import (
+    Family,
+    Task,
+    body,
+    data_layouts,
+    leanest,
+    meshes,
+    micro_batch_problem,
+    precisions,
+    recomputations,
+    schedules,
+)
+from stepwell.types import ConfigError
+
+
+def fewest_gpus(task: Task, times: int = 64) -> int | None:
+    """The number of accelerators on which something fits: doubled as often as needed, then the
+    least of up to 16 numbers of whole machines between. None if not even `times` as many are
+    enough."""
+    prices, number = Prices(task.dims, task.cluster), task.num_gpus
+    while number < times * task.num_gpus:
+        number *= 2
+        if _something_fits(replace(task, num_gpus=number), prices):
+            between = (replace(task, num_gpus=n) for n in _between(task.cluster, number))
+            return next((t.num_gpus for t in between if _something_fits(t, prices)), number)
+    return None
+
+
+def _between(cluster: Cluster, number: int, most: int = 16) -> range:
+    """Of half of `number` to itself, whole machines where that is more than one."""
+    low, machine = number // 2, cluster.gpus_per_node
+    step = machine if low >= machine else 1
+    while (number - low) // step > most:
+        step *= 2
+    return range(low - low % step + step, number, step)
+
+
+def _something_fits(task: Task, prices: Prices) -> bool:
+    try:
+        check_task(task)
+    except ConfigError:
+        return False
+    spare = task.pins.headroom_bytes
+    return any(prices.fits(layout, spare) for layout in _leanest(task))
+
+
+def _leanest(task: Task) -> Iterator[Arrangement]:
+    """Of each mesh what holds the least, within what is held fixed."""
+    pins, rows = task.pins, task.pins.micro_batch_rows or 1
+    free = (pins.schedule, pins.stages_per_rank) == (None, None)
+    sharded = (pins.zero, pins.reshard, pins.dp_shard, pins.dp_replicate) == (None,) * 4
+    precision = precisions(task)[-1]
+    for mesh in meshes(task, Counter()):
+        for schedule, v in [("1f1b", 1)] if free else schedules(task, mesh, Counter()):
+            levels = recomputations(task, schedule)[:1]
+            if not levels or micro_batch_problem(task, mesh, rows, schedule, v):
+                continue
+            family = body(task, Family(mesh, schedule, v, rows, *levels[0], precision))
+            yield from [leanest(family)] if sharded else data_layouts(task, family, Counter())
