@@ -34,7 +34,7 @@ from stepwell.plan.search.fewest import fewest_gpus
 from stepwell.plan.search.prices import Prices, as_run
 from stepwell.plan.search.runs import run_of, values_of
 from stepwell.plan.search.search import batches, search
-from stepwell.plan.search.space import Task
+from stepwell.plan.search.space import Pins, Task
 from stepwell.sections.methods import SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, StepwellError
@@ -115,6 +115,7 @@ def _model(asked: Asked, subject: Subject) -> int:
         assumed=_assumed_of_model(asked, subject, ranking.task),
         gap=measured,
         together=tuple(_together(measured, prices, ranking.best, ranking.task)) if measured else (),
+        fastest=_fastest(measured, prices, ranking.task) if measured and deep else None,
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -174,6 +175,18 @@ def _together(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> 
     if found is not None and found.comparison is not None:
         return found.comparison.together
     return together(prices, task, now.layout, prices.config)
+
+
+def _fastest(found: Gap | None, prices: Prices, task: Task) -> Candidate | None:
+    """Whatever else is held fixed, at the rates that a trace shows, if there is one."""
+    if found is not None and found.comparison is not None:
+        prices = found.comparison.fitted.prices(prices)
+    pins = Pins(headroom_bytes=task.pins.headroom_bytes)
+    ranking = search(
+        task.dims, task.cluster, task.num_gpus, task.seq_len, task.rows * task.seq_len, pins,
+        prices.config, 1.0, prices,
+    )  # fmt: skip
+    return ranking.found[0] if ranking.found else None
 
 
 def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, ...]:
@@ -253,11 +266,7 @@ def _recipe(asked: Asked) -> int:
     measured = _gap(asked, job, run.model, run)
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
-        tokens = task.rows * task.seq_len
-        ranking = search(
-            job.dims, machines, world, task.seq_len, tokens, None, run.model, 1.0, prices
-        )
-        fastest = ranking.found[0] if ranking.found else None
+        fastest = _fastest(measured, prices, task)
     review = Review(
         run=run,
         task=task,

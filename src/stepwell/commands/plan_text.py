@@ -67,8 +67,7 @@ def searched(answer: Searched, most: int) -> Group:
         )
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
-        parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
-        parts += ["", *together_lines(answer.together, best, answer.gap)]
+        parts += [*knobs_and_fastest(answer, best)]
     if answer.training_tokens:
         parts += ["", training_text(best, answer.training_tokens)]
     parts += ["", title("Why"), *reasons(answer)]
@@ -101,19 +100,31 @@ def reviewed(answer: Review) -> Group:
         parts += ["", title("All models of the method, and its whole step"), *lines]
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
+        parts += knobs_and_fastest(answer, candidate)
     parts += ["", title("Where the time goes"), waterfall_table(candidate)]
     parts += ["", title("What a GPU holds"), memory_table(candidate)]
     parts += [note("A machine's memory: " + host_text(answer))]
     parts += ["", title("What a GPU sends in a step"), traffic_table(candidate)]
-    parts += ["", title("Knobs by predicted gain"), *knob_lines(answer.knobs)]
-    parts += ["", *together_lines(answer.together, candidate, answer.gap)]
+    if answer.gap is None:
+        parts += knobs_and_fastest(answer, candidate)
+    return Group(*parts)
+
+
+def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[RenderableType]:
+    """Against the measured step where its parts are known, else against the predicted one."""
+    found = None if answer.gap is None else answer.gap.comparison
+    before = now.step_s if found is None else found.measured.step_s
+    parts: list[RenderableType] = [
+        *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs)),
+        *together_lines(answer.together, now, before),
+    ]
     if answer.fastest is not None:
-        fastest = answer.fastest
-        gain = 1 - fastest.step_s / candidate.step_s
+        after = answer.fastest.step_s + (0.0 if found is None else found.fitted.beside_s)
+        gain = 1 - after / before
         more = f"{100 * gain:.1f} % less" if gain > 0.001 else "no faster"
         parts += ["", title("The fastest layout that a search finds")]
-        parts.append(f"  {short(fastest.layout)}: {fastest.step_s:.2f} s, {more}")
-    return Group(*parts)
+        parts.append(f"  {short(answer.fastest.layout)}: {after:.2f} s, {more}")
+    return parts
 
 
 # --- pieces ----------------------------------------------------------------------------------
@@ -367,19 +378,19 @@ def knob_lines(knobs: Sequence[Knob]) -> list[RenderableType]:
 
 
 def together_lines(
-    together: Sequence[Knob], now: Candidate, gap: Gap | None
+    together: Sequence[Knob], now: Candidate, before_s: float
 ) -> list[RenderableType]:
-    """From the measured step where its parts are known, else from the predicted one."""
     if not together:
         return []
     last, step = together[-1], now.step
     names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in together)
-    before = now.step_s if gap is None or gap.comparison is None else gap.measured_s
     least = step.model_flops / step.peak_flops_per_s
+    mfu = [100 * least / seconds for seconds in (before_s, last.step_s)]
     return [
+        "",
         f"  One after the other: {names}.",
-        f"  Together {before:.2f} -> {last.step_s:.2f} s a step, MFU {100 * least / before:.1f} -> "
-        f"{100 * least / last.step_s:.1f} %, {last.changed.peak_bytes / GIB:.1f} GiB.",
+        f"  Together {before_s:.2f} -> {last.step_s:.2f} s a step, MFU {mfu[0]:.1f} -> {mfu[1]:.1f}"
+        f" %, {last.changed.peak_bytes / GIB:.1f} GiB.",
     ]
 
 
@@ -393,7 +404,9 @@ def gap_lines(gap: Gap) -> list[RenderableType]:
     for suspect in gap.suspects:
         text = Text(f"{suspect.name}: ", style="bold")
         text.append(f"{suspect.text}. ", style="not bold")
-        text.append(f"Look at: {suspect.look}", style="not bold dim")
+        if not suspect.likely:
+            text.append("Hardly that alone. ", style="not bold")
+        text.append(f"Look at: {sentence(suspect.look)}", style="not bold dim")
         if suspect.eased_by:
             text.append(f" If so, gains most: {easing(suspect.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))
@@ -401,6 +414,10 @@ def gap_lines(gap: Gap) -> list[RenderableType]:
         note("Knobs below: gains of the predicted step. A trace tells those of the measured one.")
     )
     return lines
+
+
+def sentence(text: str) -> str:
+    return text if text.endswith("?") else f"{text}."
 
 
 def comparison_lines(gap: Gap) -> list[RenderableType]:
@@ -423,7 +440,7 @@ def comparison_lines(gap: Gap) -> list[RenderableType]:
     for cause in comparison.causes:
         text = Text(f"{cause.title}, {cause.seconds:+.3f} s: ", style="bold")
         text.append(f"{cause.text}. ", style="not bold")
-        text.append(f"Look at: {cause.look}", style="not bold dim")
+        text.append(f"Look at: {sentence(cause.look)}", style="not bold dim")
         if cause.eased_by:
             text.append(f" Shrinks it most: {easing(cause.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))

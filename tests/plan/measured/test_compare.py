@@ -10,7 +10,7 @@ from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.measured.compare import compare, fit, predicted_parts, task_of
 from stepwell.plan.measured.parts import parts_of
 from stepwell.plan.measured.trace import read_trace
-from stepwell.plan.search.search import Prices
+from stepwell.plan.search.prices import Prices
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.step import predict_step
 from stepwell.types import ConfigError
@@ -141,7 +141,7 @@ def test_a_trace_of_something_else_is_refused_or_doubted(tmp_path):
         compare(read(tmp_path), replace(JOB, layout=replace(LAYOUT, dp_shard=32)), EIGHT.config)
     stage2 = replace(JOB, layout=replace(LAYOUT, zero=2, reshard="never"))
     (doubt,) = compare(read(tmp_path), stage2, EIGHT.config, deep=False).doubts
-    assert "another layout or batch" in doubt
+    assert "the layout or the batch another" in doubt
     on_a100 = replace(JOB, cluster=cluster("a100-80g"))
     doubts = compare(read(tmp_path), on_a100, EIGHT.config, deep=False).doubts
     assert "NVIDIA H100 80GB HBM3 (h100-sxm), and a100-80g is planned" in doubts[0]

@@ -26,7 +26,7 @@ from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 class Searched:
     """batches: searches with other batches. training_tokens: of the whole training, if known.
     assumed: what nobody said. gap: of a measured step to that of the best layout. together: knobs
-    one after the other."""
+    one after the other. fastest: with nothing held fixed."""
 
     ranking: Ranking
     explanation: Explanation
@@ -37,6 +37,7 @@ class Searched:
     assumed: tuple[str, ...] = ()
     gap: Gap | None = None
     together: tuple[Knob, ...] = ()
+    fastest: Candidate | None = None
 
     @property
     def best(self) -> Candidate:
@@ -195,6 +196,8 @@ def as_json(searched: Searched, most: int) -> dict[str, Any]:
         "knobs": knobs_json(searched.knobs),
         "together": knobs_json(searched.together),
     }
+    if searched.fastest is not None:
+        values["fastest"] = candidate_json(searched.fastest, full=False)
     if searched.training_tokens:
         values["training"] = training(searched.best, searched.training_tokens)
     if searched.gap is not None:
@@ -279,6 +282,7 @@ def gap_json(found: Gap) -> dict[str, Any]:
                 "name": suspect.name,
                 "text": suspect.text,
                 "look": suspect.look,
+                "likely": suspect.likely,
                 "eased_by": knobs_json(suspect.eased_by),
             }
             for suspect in found.suspects

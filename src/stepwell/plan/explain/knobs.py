@@ -49,7 +49,7 @@ def knobs(
     beside_s: float = 0.0,
 ) -> list[Knob]:
     """All that have an effect, the largest gain first. beside_s: of a step, what is not predicted
-    and no knob changes."""
+    and only grows with the batch."""
     before = prices.time(layout)
     per_token = (before.total_s + beside_s) / layout.global_batch_tokens
     found: list[Knob] = []
@@ -58,7 +58,7 @@ def knobs(
         after = changed(prices, replace(task, rows=rows), layout, changes)
         if after.layout is None or after.step is None or after.layout == layout:
             continue
-        step_s = after.step_s + beside_s
+        step_s = after.step_s + beside_s * rows / task.rows
         gain = 1 - step_s / after.layout.global_batch_tokens / per_token
         if abs(gain) < LEAST_GAIN:
             continue

@@ -58,7 +58,6 @@ def filled(**values: Any) -> str:
 
     source = files("stepwell.plan.explain").joinpath("page.html.j2").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
-    values = _of_search(answer) if isinstance(answer, Searched) else _of_review(answer)
     return template.render(**values)
 
 

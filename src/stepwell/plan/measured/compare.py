@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stepwell.hardware import match_accelerator
 from stepwell.plan.comms.collectives import Sent, collectives
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
+from stepwell.plan.measured.likeness import axis_name, doubts_of
 from stepwell.plan.measured.parts import COPIES, IDLE, Measured, Messages, parts_of
 from stepwell.plan.measured.trace import Trace
 from stepwell.plan.search.prices import Prices
@@ -29,9 +29,8 @@ LEAST_SHARE = 0.01  # of a step, below which a difference is not worth a cause
 MOST_KNOBS = 3
 ROUNDS = 6
 # A rate's limits when it is set to what was measured, of the shipped one.
-SLOWEST, FASTEST = 0.01, 2.0
+SLOWEST, FASTEST = 1e-6, 2.0
 MOST_LAUNCH = 100.0
-UNLIKE_BYTES = 0.2
 WAITING = 0.2  # share of messages' time, from which waiting for other ranks is worth a word
 SLOW_LINK = 0.8  # of the expected rate
 # Lines of the comparison, as they are shown.
@@ -116,6 +115,12 @@ class Fitted:
     rates: Coefficients
     beside_s: float
 
+    def prices(self, shipped: Prices) -> Prices:
+        """Of the same model and machines, at these rates."""
+        found = Prices(shipped.dims, shipped.cluster, shipped.config, self.rates)
+        found.memory = shipped.memory
+        return found
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -148,12 +153,14 @@ def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = Tru
     lines = tuple(_lines(measured, step))
     links = tuple(links_of(measured, job))
     fitted = fit(job, measured)
-    prices = Prices(job.dims, job.cluster, config, fitted.rates)
+    prices = fitted.prices(Prices(job.dims, job.cluster, config))
     task, layout = task_of(job), fitted.job.layout
     found = tuple(knobs(prices, task, layout, config, fitted.beside_s))
     more = tuple(together(prices, task, layout, config, fitted.beside_s)) if deep else ()
-    causes = tuple(_causes(lines, links, measured, job, fitted, found))
-    doubts = tuple(_doubts(trace, links, job))
+    of_job = trace.device != ""  # a CPU's differences are those of another device
+    causes = tuple(_causes(lines, links, measured, job, fitted, found)) if of_job else ()
+    sent = {link.axis: (link.messages.wire_bytes, link.predicted_bytes) for link in links}
+    doubts = tuple(doubts_of(trace, sent, job))
     return Comparison(measured, step.total_s, lines, links, causes, found, more, fitted, doubts)
 
 
@@ -207,10 +214,6 @@ def links_of(measured: Measured, job: Job) -> Iterator[Link]:
         link, rated, share = _rate(heaviest, job)
         bytes_sent = sum(s.wire_bytes * s.calls for s in sent)
         yield Link(axis, link, messages, share * rated, rated, bytes_sent, seconds.get(axis, 0.0))
-
-
-def axis_name(axis: str) -> str:
-    return axis if axis in ("tp", "cp", "ep", "pp", "world") else "data"
 
 
 def _rate(sent: Sent, job: Job) -> tuple[str, float, float]:
@@ -415,21 +418,3 @@ def _of_messages(line: Line, link: Link | None, job: Job, fitted: Fitted) -> tup
         texts.append(f"beside computing as foreseen, {rest:.2f} s would stay exposed")
         looks.append("are gathers issued a block ahead (layout.prefetch_forward)?")
     return "; ".join(texts), " ".join(looks) or "the messages' sizes and number in the trace"
-
-
-def _doubts(trace: Trace, links: tuple[Link, ...], job: Job) -> Iterator[str]:
-    planned = job.cluster.accelerator.name
-    if not trace.device:
-        yield f"the trace has no kernels: it is of a CPU, and {planned} is planned"
-    device = match_accelerator(trace.device)
-    if device is not None and device.name != planned:
-        yield f"the trace is of {trace.device} ({device.name}), and {planned} is planned"
-    for link in links:
-        sent, planned_bytes = link.messages.wire_bytes, link.predicted_bytes
-        if link.axis == "world" or not sent or not planned_bytes:
-            continue
-        if abs(sent / planned_bytes - 1) > UNLIKE_BYTES:
-            yield (
-                f"messages of {link.axis} are {sent / 2**30:,.2f} GiB a step in the trace, and "
-                f"{planned_bytes / 2**30:,.2f} as planned: another layout or batch?"
-            )

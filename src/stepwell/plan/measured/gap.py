@@ -20,17 +20,21 @@ MEASURES = ("step_s", "mfu", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per
 LEAST_SHARE = 0.1  # of the gap, below which a cause is not worth a line
 WITHIN = 1.02  # no slower than predicted
 MOST_ADVICE = 2
+# Shares of the expected rate that are seen in practice; less is hardly the only cause. Networks
+# lose cards, RDMA or their routes; clocks fall by a third at most before a GPU is replaced.
+USUAL = {"network": 0.2, "scaleup": 0.5, "products": 0.65}
 
 
 @dataclass(frozen=True)
 class Suspect:
     """One cause that explains a measured step by itself. look: how to find out. eased_by: what
-    gains most if it is the cause."""
+    gains most if it is the cause. likely: it need not be slower than such things usually get."""
 
     name: str
     text: str
     look: str
     eased_by: tuple[Knob, ...] = ()
+    likely: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ def gap(job: Job, measured_s: float, config: ModelConfig | None = None, source: 
         raise ConfigError(f"--measured: a step of {measured_s} s must be above 0")
     predicted = predict_step(job).total_s
     slower = measured_s > WITHIN * predicted
-    found = tuple(_suspects(job, measured_s, config)) if slower else ()
-    return Gap(measured_s, predicted, found, source)
+    found = list(_suspects(job, measured_s, config)) if slower else []
+    found.sort(key=lambda suspect: not suspect.likely)
+    return Gap(measured_s, predicted, tuple(found), source)
 
 
 def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterator[Suspect]:
@@ -72,6 +77,7 @@ def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterat
             f"({100 * slow:.0f} %)",
             "an all-reduce benchmark over the same machines; GPU-direct RDMA and all cards in use?",
             _advice(Prices(job.dims, _slow(job, "network", slow).cluster, config), job),
+            slow >= USUAL["network"],
         )
     slow = _factor(lambda f: predict_step(_slow(job, "scaleup", f)).total_s, measured_s)
     if slow is not None:
@@ -82,6 +88,7 @@ def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterat
             f"({100 * slow:.0f} %)",
             "an all-reduce benchmark within one machine; are tensor ranks neighbours on it?",
             _advice(Prices(job.dims, _slow(job, "scaleup", slow).cluster, config), job),
+            slow >= USUAL["scaleup"],
         )
     slow = _factor(lambda f: predict_step(job, c.slower_products(f)).total_s, measured_s)
     if slow is not None:
@@ -90,6 +97,7 @@ def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterat
             f"matrix products at {100 * slow:.0f} % of the expected rate",
             "clocks and power under load; one slow GPU slows all: time each rank's forward pass",
             _advice(Prices(job.dims, cluster, config, c.slower_products(slow)), job),
+            slow >= USUAL["products"],
         )
     others = {"compiled": layout.compiled, "overlap_data": layout.data_ranks > 1}
     for name in (name for name, sensible in others.items() if sensible):

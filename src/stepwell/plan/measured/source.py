@@ -12,7 +12,10 @@ from stepwell.metrics import METRICS_FILE, read_metrics
 from stepwell.plan.job import Job
 from stepwell.plan.measured.compare import compare
 from stepwell.plan.measured.gap import Gap, check_possible, gap
+from stepwell.plan.measured.likeness import sent_like
+from stepwell.plan.measured.parts import parts_of
 from stepwell.plan.measured.trace import Trace, read_trace
+from stepwell.plan.search.runs import short
 from stepwell.plan.steptime.step import predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, DataError
@@ -32,7 +35,10 @@ def measured_at(
     planned, None for a model. deep: as in `compare`. Raises ConfigError for a trace or a run of
     something else, DataError for one that holds no step."""
     if not path.is_dir():
-        return _of_trace(path, read_trace(path), job, config, deep)
+        trace = read_trace(path)
+        like = job if run is not None else _like(trace, job)
+        told = "" if like is job else f"; compared with {short(like.layout)}, which sends as much"
+        return _of_trace(path, trace, like, config, deep, told)
     if run is None:
         raise ConfigError(
             f"--measured {path}: a run's folder is of a recipe; plan that one: stepwell plan "
@@ -47,6 +53,11 @@ def measured_at(
         return gap(job, seconds, config, text)
     beside = f"; the median of {num_steps:,} steps in {METRICS_FILE} is {seconds:.4g} s"
     return _of_trace(trace, read_trace(trace), job, config, deep, beside)
+
+
+def _like(trace: Trace, job: Job) -> Job:
+    data = parts_of(trace, job.layout).messages.get("data")
+    return job if data is None else sent_like(data.wire_bytes, job)
 
 
 def _of_trace(

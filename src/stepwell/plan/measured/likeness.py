@@ -1,0 +1,59 @@
+"""Whether a trace is of what is planned: its device, and what its ranks sent. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from stepwell.hardware import match_accelerator
+from stepwell.plan.comms.collectives import collectives
+from stepwell.plan.job import Arrangement, Job
+from stepwell.plan.measured.trace import Trace
+
+UNLIKE_BYTES = 0.2  # by which a trace's bytes and the plan's may differ
+ALIKE_BYTES = 0.05  # within which another layout is taken to be the one that was measured
+
+
+def axis_name(axis: str) -> str:
+    return axis if axis in ("tp", "cp", "ep", "pp", "world") else "data"
+
+
+def doubts_of(trace: Trace, sent: Mapping[str, tuple[float, float]], job: Job) -> Iterator[str]:
+    """sent: bytes a step by axis, in the trace and as planned."""
+    planned = job.cluster.accelerator.name
+    if not trace.device:
+        yield f"the trace has no kernels: it is of a CPU, and {planned} is planned"
+    device = match_accelerator(trace.device)
+    if device is not None and device.name != planned:
+        yield f"the trace is of {trace.device} ({device.name}), and {planned} is planned"
+    for axis, (found, wanted) in sent.items():
+        if axis != "world" and found and wanted and abs(found / wanted - 1) > UNLIKE_BYTES:
+            yield (
+                f"messages of {axis} are {found / 2**30:,.2f} GiB a step in the trace, and "
+                f"{wanted / 2**30:,.2f} as planned: is the layout or the batch another"
+            )
+
+
+def sent_like(data_bytes: float, job: Job) -> Job:
+    """The job with weights and gradients kept or given away such that its data ranks send
+    data_bytes a step, where its own way does not: what a trace tells and no option does."""
+    own = _unlikeness(data_bytes, job)
+    if not data_bytes or own <= UNLIKE_BYTES:
+        return job
+    others = [replace(job, layout=layout) for layout in _arranged(job.layout)]
+    best = min(others, key=lambda other: _unlikeness(data_bytes, other), default=job)
+    return best if _unlikeness(data_bytes, best) <= ALIKE_BYTES else job
+
+
+def _unlikeness(data_bytes: float, job: Job) -> float:
+    sent = sum(s.wire_bytes * s.calls for s in collectives(job) if axis_name(s.axis) == "data")
+    return abs(sent / data_bytes - 1) if data_bytes else 0.0
+
+
+def _arranged(layout: Arrangement) -> Iterator[Arrangement]:
+    """What a run of ZeRO-3 may do with its weights and its gradients after each micro-batch."""
+    if layout.zero != 3 or layout.pp > 1:
+        return
+    for reshard in ("always", "never"):
+        for each in (True, False):
+            yield replace(layout, reshard=reshard, reduce_every_micro_batch=each)
