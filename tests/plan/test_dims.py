@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -93,6 +94,47 @@ def test_what_the_engine_refuses_can_still_be_planned(tmp_path):
     assert (dims.mlp, dims.d_ff, dims.tied, dims.learned_positions) == ("gelu", 3072, True, 1024)
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "nemotron"])
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", "4096", "hidden_size='4096' must be a whole number"),
+        ("hidden_size", 4096.0, "hidden_size=4096.0 must be a whole number"),
+        ("vocab_size", True, "vocab_size=True must be a whole number"),
+        ("num_hidden_layers", -3, "num_hidden_layers=-3 must be at least 1; the nearest legal"),
+        ("num_hidden_layers", 0, "num_hidden_layers=0 must be at least 1"),
+        ("num_key_value_heads", 5, "num_key_value_heads=5 must divide num_attention_heads=32; the "
+                                   "nearest legal value is 4"),
+        ("num_key_value_heads", [8], "must be a whole number"),
+        ("num_attention_heads", 24, "hidden_size=4096 is no multiple of num_attention_heads=24"),
+    ],
+)  # fmt: skip
+def test_a_config_json_with_values_that_are_no_sizes(kind, key, value, said, tmp_path):
+    """Is refused by the field's name, also for models that the engine has not."""
+    values = MIXTRAL | {"model_type": kind, key: value}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=re.escape(said)) as refusal:
+        find_model(str(tmp_path))
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+def test_experts_of_a_config_json_are_counts():
+    def dims(**values):
+        return dims_from_hf(MIXTRAL | values, "mixtral", "x").experts
+
+    for key in ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        with pytest.raises(ConfigError, match=f"{key}='8' must be a whole number"):
+            dims(**{key: "8"})
+    with pytest.raises(ConfigError, match="num_experts_per_tok=9 is more than the 8 experts"):
+        dims(num_experts_per_tok=9)
+    found = dims(num_experts_per_tok=8)
+    assert found is not None
+    assert found.top_k == 8
+    assert dims(num_local_experts=0) is None
+    with pytest.raises(ConfigError, match="num_local_experts=-1 must be at least 0"):
+        dims(num_local_experts=-1)
+
+
 def test_dimensions_override():
     subject = find_model("llama3-405b", {"model.num_layers": "124"})
     assert subject.config is not None
@@ -134,7 +176,7 @@ def test_dimensions_alone_have_llamas_proportions():
         ("mixtral-8x7b", {"model.top_k": "0"}, "must be positive"),
         ("mixtral-8x7b", {"model.num_dense_layers": "32"}, "nearest legal value is 31"),
         ("mixtral-8x7b", {"model.rope_theta": "1"}, "cannot be changed"),
-        ("mixtral-8x7b", {"model.num_kv_heads": "5"}, "must divide"),
+        ("mixtral-8x7b", {"model.num_kv_heads": "5"}, "nearest legal value is 4"),
         ("llama3-8b", {"model.num_layer": "5"}, "did you mean 'model.num_layers'"),
         ("llama3-8b", {"model.num_layers": "x"}, "whole number"),
         (None, {"model.num_layers": "3"}, "--model.d_model must be given"),

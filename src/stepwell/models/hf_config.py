@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -47,6 +47,7 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+SIZES = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 # key -> (values that are fine, what another value would mean)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": ((None, "silu", "swish"), "the MLP is SwiGLU with silu"),
@@ -90,6 +91,7 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> Mod
             f"{where}: model_type {family!r} is not supported{nearest(str(family), ARCHITECTURES)};"
             f" supported: {', '.join(ARCHITECTURES)}"
         )
+    check_sizes(values, where)
     head, num_labels = _head_from_hf(family, values, where)
     for key, (legal, why) in REFUSED.items():
         if values.get(key) not in legal:
@@ -126,6 +128,35 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> Mod
         return ModelConfig.model_validate(dims)
     except ValidationError as error:
         raise ConfigError(explain(error, ModelConfig, where)) from error
+
+
+def check_sizes(
+    values: Mapping[str, Any], where: str, keys: Sequence[str] = SIZES, least: int = 1
+) -> None:
+    """Raises ConfigError for a size that is no whole number or less than `least`. A key that is
+    missing or null is fine."""
+    for key in keys:
+        value = values.get(key)
+        if value is None or (type(value) is int and value >= least):
+            continue
+        rule = "must be a whole number"
+        if type(value) is int:
+            rule = f"must be at least {least}; the nearest legal value is {least}"
+        raise ConfigError(f"{where}: {key}={value!r} {rule}")
+
+
+def check_heads(values: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for key/value heads that do not divide the heads, and for a width that
+    does not divide into heads. Sizes are whole numbers (`check_sizes`), or missing."""
+    heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if heads and values.get("hidden_size") and not values.get("head_dim"):
+        _head_dim(values["hidden_size"], heads, where)
+    if heads and groups and heads % groups:
+        legal = (n for n in range(1, heads + 1) if heads % n == 0)
+        raise ConfigError(
+            f"{where}: num_key_value_heads={groups} must divide num_attention_heads={heads}; the "
+            f"nearest legal value is {min(legal, key=lambda n: abs(n - groups))}"
+        )
 
 
 def architecture(family: str, scored: str | None = None) -> str:

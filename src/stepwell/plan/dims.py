@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.models.hf_config import ARCHITECTURES, config_from_hf
+from stepwell.models.hf_config import (
+    ARCHITECTURES,
+    SIZES,
+    check_heads,
+    check_sizes,
+    config_from_hf,
+)
 from stepwell.plan.job import Dims, Experts, Mlp, dims_of
 from stepwell.presets import PRESETS
 from stepwell.sections.model import ModelConfig
@@ -95,6 +101,8 @@ EXPERT_KEYS = {
     "model.num_shared_experts": "num_shared",
     "model.num_dense_layers": "num_dense_layers",
 }
+# Keys of a config.json that may be 0: without experts, without what is given.
+_MAY_BE_NONE = ("num_experts", "num_local_experts", "shared_expert_intermediate_size")
 NEEDED = ("model.num_layers", "model.d_model")  # without a name
 # Of Hugging Face's kinds of model: those whose MLP is gated, and what the others' is.
 _GATED = [
@@ -270,10 +278,12 @@ def _dims_changed(subject: Subject, dimensions: Mapping[str, Any]) -> Subject:
             )
         changes[short] = _count(f"--{key}", value)
     dims = replace(subject.dims, name=f"{subject.name} (changed)", **changes)
-    if dims.num_heads % dims.num_kv_heads:
+    heads, groups = dims.num_heads, dims.num_kv_heads
+    if heads % groups:
+        legal = (n for n in range(1, heads + 1) if heads % n == 0)
         raise ConfigError(
-            f"--model.num_kv_heads {dims.num_kv_heads} must divide --model.num_heads "
-            f"{dims.num_heads}; the nearest is {dims.num_heads}"
+            f"--model.num_kv_heads {groups} must divide --model.num_heads {heads}; the nearest "
+            f"legal value is {min(legal, key=lambda n: abs(n - groups))}"
         )
     return Subject(dims, None, subject.missing)
 
@@ -314,7 +324,8 @@ def from_file(path: Path) -> Subject:
 def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
     """The dimensions in a config.json, of kinds that the engine does not have as well.
 
-    Raises ConfigError for a kind whose layers are of another form, and for keys that are missing.
+    Raises ConfigError for a kind whose layers are of another form, for keys that are missing, and
+    for values that are no sizes.
     """
     kind = str(values.get("model_type"))
     if kind not in _GATED and kind not in _PLAIN:
@@ -328,8 +339,13 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
         found = [values[other] for other in others if values.get(other) is not None]
         if full.get(key) is None and found:
             full[key] = found[0]
+    others = [key for keys in _ALIASES.values() for key in keys if key not in _MAY_BE_NONE]
+    check_sizes(values, where, others)
+    check_sizes(full, where, [*SIZES, "num_experts_per_tok", "moe_intermediate_size"])
+    check_sizes(values, where, _MAY_BE_NONE, least=0)
+    check_heads(full, where)
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    missing = [key for key in needed if not isinstance(full.get(key), int)]
+    missing = [key for key in needed if full.get(key) is None]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     width, heads = full["hidden_size"], full["num_attention_heads"]
@@ -348,20 +364,26 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
         learned_positions=full.get("n_positions", 0) if bare else 0,
         biases=2 * full.get("head_dim", 128) if kind == "qwen3_moe" else 0,
         qk_norm=kind == "qwen3_moe",
-        experts=_experts(full),
+        experts=_experts(full, where),
     )
 
 
-def _experts(full: Mapping[str, Any]) -> Experts | None:
+def _experts(full: Mapping[str, Any], where: str) -> Experts | None:
     number = full.get("num_experts")
     if not number:
         return None
+    top_k = full.get("num_experts_per_tok") or 1
+    if top_k > number:
+        raise ConfigError(
+            f"{where}: num_experts_per_tok={top_k} is more than the {number} experts; the nearest "
+            f"legal value is {number}"
+        )
     width = full.get("moe_intermediate_size") or full["intermediate_size"]
     shared = full.get("shared_expert_intermediate_size") or 0
     dense = full.get("mlp_only_layers") or []
     return Experts(
         num_experts=number,
-        top_k=full.get("num_experts_per_tok") or 1,
+        top_k=top_k,
         d_ff=width,
         num_shared=-(-shared // width),
         num_dense_layers=len(dense),
