@@ -6,16 +6,14 @@ advantage within each group, make policy-gradient steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt
-from stepwell.metrics import LineFile
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.shared_prompts import sharing_step
 from stepwell.posttrain.answers import answers_of
@@ -31,30 +29,28 @@ from stepwell.posttrain.policy.batch import (
 from stepwell.posttrain.policy.dynamic_sampling import Drawn, draw_alive
 from stepwell.posttrain.policy.loss import OLD, REFERENCE, denominators, policy_loss
 from stepwell.posttrain.ppo.placement import Reference, check_reference, open_reference
-from stepwell.posttrain.rewards.composite import Rewards, open_rewards, reward_terms
-from stepwell.posttrain.rewards.self_test import try_at_start
+from stepwell.posttrain.rewards.composite import Rewards, reward_terms, with_overlong
 from stepwell.posttrain.rollout import Group, Rollouts
 from stepwell.posttrain.sampled import (
     REFILL_SEED,
+    Loop,
+    Samples,
     all_shares,
+    check_enough,
     check_failures,
     check_sampled,
     dealt,
-    greedy_answers,
     headline,
-    open_samples,
+    open_loop,
     prompt_numbers,
     step_prompts,
     without_answers,
 )
-from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Agreement, Gauge
-from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
+from stepwell.posttrain.sampling.pipeline import RolloutStream
 from stepwell.sections.methods import GRPO
-from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
-from stepwell.train.start import open_session
 from stepwell.types import ConfigError
 
 
@@ -91,23 +87,12 @@ def grpo(
     check_grpo(run, prompts, tokenizer, weights)
     if weights is not None and method.kl_coef:
         weights = list(weights)  # the reference has them too
-    with open_session(run, weights, tokenizer=tokenizer.fingerprint) as session:
-        mesh = session.engine.mesh
-        opened = rewards or open_rewards(with_overlong(method), tokenizer, mesh, run)
-        try:
-            try_at_start(session, opened, prompts, tokenizer)
-            reference = None
-            if method.kl_coef:
-                reference = open_reference(run, session.engine, mesh, weights)
-            if session.extra is None:
-                counts = dict(dropped or {})
-                total = len(prompts) + sum(counts.values())
-                session.log.event(
-                    "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
-                )
-            return _train(session, prompts, tokenizer, opened, reference)
-        finally:
-            opened.close()
+    with open_loop(run, prompts, tokenizer, weights, dropped, rewards) as loop:
+        reference = None
+        if method.kl_coef:
+            engine = loop.session.engine
+            reference = open_reference(run, engine, engine.mesh, weights)
+        return _train(loop, prompts, tokenizer.pad_id, reference)
 
 
 def check_grpo(
@@ -122,11 +107,7 @@ def check_grpo(
     check_first_model(run, tokenizer, weights)
     if method.kl_coef:
         check_reference(run)
-    if len(prompts) < method.prompts_per_step:
-        raise ConfigError(
-            f"method.prompts_per_step={method.prompts_per_step} but there are only "
-            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
-        )
+    check_enough(method, prompts)
 
 
 def check_signs(method: GRPO) -> None:
@@ -148,89 +129,76 @@ def check_signs(method: GRPO) -> None:
         )
 
 
-def _train(
-    session: Session,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    rewards: Rewards,
-    reference: Reference | None,
-) -> int:
+def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Reference | None) -> int:
+    session, rewards, stream, greedy = loop
     run, engine, mesh = session.run, session.engine, session.engine.mesh
-    method, pad_id = run.method, tokenizer.pad_id
+    method, start, place = run.method, engine.step, place_of(session.extra)
     assert isinstance(method, GRPO)
-    environment = find_environment(method.environment) if method.environment else None
-    greedy = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
-    start, place, fresh = engine.step, place_of(session.extra), session.extra is None
-    samples = open_samples(session, fresh) if mesh.is_main else None
-    if fresh:
-        write(samples, start, greedy().groups, greedy=True)
-    mine = lambda number: [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
+    samples = Samples(session, -1 if session.extra is None else start)
+    if session.extra is None:
+        samples.write(greedy().rows(), step=start, greedy=True)
     warned, empty, overopt = False, 0, Overopt(session, rewards, place.overopt)
     overopt.check_stopped()
     session.pause()
-    with rollout_stream(session, mine, rewards, tokenizer, environment) as stream:
-        while not session.finished:
-            numbers = step_prompts(len(prompts), run, place.rollouts, session)
-            if session.is_jumped("rollouts", place.rollouts + 1, numbers):
-                place = replace(place, rollouts=place.rollouts + 1)
-                continue
-            drawn = draw(stream, place, prompts)
-            if engine.step == start:
-                check_failures(Rollouts(drawn.groups).rows())
-            more = {**drawn_numbers(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
-            answers = answers_of(Rollouts(drawn.kept))
-            kl = None
-            if reference is not None:
-                answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
-                kl = divergence(answers)
-            more |= overopt.see(Rollouts(drawn.groups), kl)
-            coef = method.kl_coef if place.kl_coef is None else place.kl_coef
-            if method.over_budget == "raise":
-                more["kl/coef"] = coef
-            held = method.model_copy(update={"kl_coef": coef})
-            # Without a reward there is no advantage, and no place in the denominator either.
-            answers = [a for a in with_advantages(answers, held) if a.reward is not None]
-            empty = 0 if answers else empty + 1
-            if not answers:
-                without_answers(session, place.rollouts, empty)
-                refilled = place.refilled + drawn.num_refilled
-                place = replace(place, rollouts=place.rollouts + 1, refilled=refilled)
-                continue
-            if method.updates_per_rollout * num_parts(answers, method) > 1:
-                answers = scored(answers, OLD, engine, run, pad_id, mesh)
-            lengths = [num_trained(answer, method) for answer in answers]
-            divisors = denominators(method, lengths, num_parts(answers, method))
-            seed, action = [run.train.seed, place.rollouts], ""
-            size, step = run.data.seq_len, sharing_step(run)
-            for batch in minibatches(answers, method, size, pad_id, mesh, seed, step):
-                gauge = Seen(Gauge(), mesh, more)
-                loss = policy_loss(held, gauge.gauge)
-                info = session.step(batch, loss, method.temperature, gauge.numbers, divisors)
-                action = info.verdict.action
-                warned = gauge.warn(session, int(more["rollout/staleness"]), warned)
-                if session.finished or action == "rewind":
-                    break
-            if action == "rewind":
-                place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
-                overopt.load(place.overopt)
-                stream.rewind(place.rollouts)
-                if samples is not None:
-                    samples.close()
-                    samples = open_samples(session)
-                continue
-            place = Place(
-                place.rollouts + 1,
-                place.refilled + drawn.num_refilled,
-                overopt.state(),
-                overopt.next_coef(coef),
-            )
-            write_sampled(samples, engine.step, drawn, method)
-            if session.finished:
-                write(samples, engine.step, greedy().groups, greedy=True)
-                session.pause()
-            overopt.after_rollout(stream, asdict(place))
-    if samples is not None:
-        samples.close()
+    while not session.finished:
+        numbers = step_prompts(len(prompts), place.rollouts, session)
+        if session.is_jumped("rollouts", place.rollouts + 1, numbers):
+            place = replace(place, rollouts=place.rollouts + 1)
+            continue
+        drawn = draw(stream, place, prompts)
+        if engine.step == start:
+            check_failures(Rollouts(drawn.groups).rows())
+        more = {**drawn_numbers(drawn, rewards, method), **stream.metrics(Rollouts(drawn.kept))}
+        answers = answers_of(Rollouts(drawn.kept))
+        kl = None
+        if reference is not None:
+            answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
+            kl = divergence(answers)
+        more |= overopt.see(Rollouts(drawn.groups), kl)
+        coef = method.kl_coef if place.kl_coef is None else place.kl_coef
+        if method.over_budget == "raise":
+            more["kl/coef"] = coef
+        held = method.model_copy(update={"kl_coef": coef})
+        # Without a reward there is no advantage, and no place in the denominator either.
+        answers = [a for a in with_advantages(answers, held) if a.reward is not None]
+        empty = 0 if answers else empty + 1
+        if not answers:
+            without_answers(session, place.rollouts, empty)
+            refilled = place.refilled + drawn.num_refilled
+            place = replace(place, rollouts=place.rollouts + 1, refilled=refilled)
+            continue
+        if method.updates_per_rollout * num_parts(answers, method) > 1:
+            answers = scored(answers, OLD, engine, run, pad_id, mesh)
+        lengths = [num_trained(answer, method) for answer in answers]
+        divisors = denominators(method, lengths, num_parts(answers, method))
+        seed, action = [run.train.seed, place.rollouts], ""
+        size, step = run.data.seq_len, sharing_step(run)
+        for batch in minibatches(answers, method, size, pad_id, mesh, seed, step):
+            gauge = Seen(Gauge(), mesh, more)
+            loss = policy_loss(held, gauge.gauge)
+            info = session.step(batch, loss, method.temperature, gauge.numbers, divisors)
+            action = info.verdict.action
+            warned = gauge.warn(session, int(more["rollout/staleness"]), warned)
+            if session.finished or action == "rewind":
+                break
+        if action == "rewind":
+            place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
+            overopt.load(place.overopt)
+            stream.rewind(place.rollouts)
+            samples.go_to(engine.step)
+            continue
+        place = Place(
+            place.rollouts + 1,
+            place.refilled + drawn.num_refilled,
+            overopt.state(),
+            overopt.next_coef(coef),
+        )
+        samples.write(sampled_rows(drawn, method), step=engine.step, greedy=False)
+        if session.finished:
+            samples.write(greedy().rows(), step=engine.step, greedy=True)
+            session.pause()
+        overopt.after_rollout(stream, asdict(place))
+    samples.close()
     return engine.step - start
 
 
@@ -295,28 +263,9 @@ def place_of(extra: Mapping[str, Any] | None) -> Place:
     return Place(**{k: v for k, v in (extra or {}).items() if k in names})
 
 
-def with_overlong(method: GRPO) -> GRPO:
-    """The method with the punishment of long answers among its rewards."""
-    if not method.overlong_cache:
-        return method
-    source = f"overlong:{method.max_new_tokens}:{method.overlong_cache}"
-    terms = (*reward_terms(method), RewardTerm(name="overlong", source=source))
-    return method.model_copy(update={"rewards": terms})
-
-
-def write(samples: LineFile | None, step: int, groups: Sequence[Group], **more: Any) -> None:
-    """A line of `samples.jsonl` for each answer, on the rank that writes."""
-    if samples is not None:
-        for row in Rollouts(tuple(groups)).rows():
-            samples.write({"step": step, **more, **row})
-
-
-def write_sampled(samples: LineFile | None, step: int, drawn: Drawn, method: GRPO) -> None:
+def sampled_rows(drawn: Drawn, method: GRPO) -> Iterator[dict[str, Any]]:
     """What was sampled to train on; trained: whether an answer carried a loss."""
-    if samples is None:
-        return
     for groups, kept in ((drawn.kept, True), (drawn.thrown, False)):
-        for row in Rollouts(tuple(groups)).rows():
+        for row in Rollouts(groups).rows():
             masked = method.overlong == "mask" and row["finish_reason"] == "length"
-            trained = kept and row["reward"] is not None and not masked
-            samples.write({"step": step, "greedy": False, "trained": trained, **row})
+            yield {"trained": kept and row["reward"] is not None and not masked, **row}

@@ -1,12 +1,16 @@
-"""What loops share that train on their own samples: which prompts come next, one truth for all
-ranks, the headline numbers (reward, accuracy, length, dead groups), and `samples.jsonl`."""
+"""What loops share that train on their own samples: how they are opened, which prompts come next,
+one truth for all ranks, the headline numbers (reward, accuracy, length, dead groups), and
+`samples.jsonl`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.data.order import permute
@@ -18,15 +22,19 @@ from stepwell.posttrain.policy.advantages import dead_share
 from stepwell.posttrain.rewards.composite import (
     Rewards,
     check_models,
+    open_rewards,
     reward_metrics,
     reward_terms,
 )
+from stepwell.posttrain.rewards.self_test import try_at_start
 from stepwell.posttrain.rollout import Rollouts, Scorer, collect
 from stepwell.posttrain.sampling.environments import Factory, find_environment, turns_of
+from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import GRPO, PPO, SampledMethod
 from stepwell.sections.rewards import RewardTerm
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.session import Session
+from stepwell.train.session import Session, Trained
+from stepwell.train.start import join, open_session
 from stepwell.types import ConfigError, TrainingError
 
 # Sources that know whether an answer is right; others grade it.
@@ -75,15 +83,71 @@ def check_sampled(method: SampledMethod, tokenizer: Tokenizer | None = None) -> 
         )
 
 
+def check_enough(method: SampledMethod, prompts: Sequence[Prompt]) -> None:
+    """Raises ConfigError for fewer prompts than a step takes."""
+    if len(prompts) < method.prompts_per_step:
+        raise ConfigError(
+            f"method.prompts_per_step={method.prompts_per_step} but there are only "
+            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
+        )
+
+
+# --- a loop ------------------------------------------------------------------------------------
+
+
+class Loop(NamedTuple):
+    """What a loop works with. greedy: samples the likeliest answers to a few prompts, the same
+    each time; every rank must call it together, and has those of all."""
+
+    session: Session
+    rewards: Rewards
+    stream: RolloutStream
+    greedy: Callable[[], Rollouts]
+
+
+@contextmanager
+def open_loop(
+    run: Run,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    weights: Iterable[tuple[str, Tensor]] | None,
+    dropped: Mapping[str, int] | None,
+    rewards: Rewards | None = None,
+    others: Mapping[str, Trained] | None = None,
+) -> Iterator[Loop]:
+    """Opens the rewards (unless they are given) and the run, and tries the rewards on junk before
+    its first step. dropped: prompts that are left out, by reason. others: as in `open_session`.
+
+    Raises what `open_session`, `open_rewards` and `try_at_start` do.
+    """
+    method, mesh = run.method, join(run)
+    assert isinstance(method, SampledMethod)
+    fingerprint = tokenizer.fingerprint
+    with (
+        closing(rewards or open_rewards(method, tokenizer, mesh, run)) as opened,
+        open_session(run, weights, mesh=mesh, tokenizer=fingerprint, others=others) as session,
+    ):
+        try_at_start(session, opened, prompts, tokenizer)
+        if session.extra is None:
+            counts, kept = dict(dropped or {}), len(prompts)
+            rows = kept + sum(counts.values())
+            session.log.event("data", path=run.data.path, rows=rows, kept=kept, dropped=counts)
+        environment = find_environment(method.environment) if method.environment else None
+        mine = lambda number: [prompts[i] for i in step_prompts(len(prompts), number, session)]
+        greedy = partial(greedy_answers, session, prompts, tokenizer, opened, environment)
+        with rollout_stream(session, mine, opened, tokenizer, environment) as stream:
+            yield Loop(session, opened, stream, greedy)
+
+
 # --- prompts -----------------------------------------------------------------------------------
 
 
-def step_prompts(num_prompts: int, run: Run, num_rollouts: int, session: Session) -> list[int]:
+def step_prompts(num_prompts: int, num_rollouts: int, session: Session) -> list[int]:
     """Numbers of this rank's prompts of the next rollout."""
-    method, mesh = run.method, session.engine.mesh
+    method, mesh = session.run.method, session.engine.mesh
     assert isinstance(method, SampledMethod)
     first, count = num_rollouts * method.prompts_per_step, method.prompts_per_step
-    chosen = prompt_numbers(num_prompts, run.train.seed, first, count)
+    chosen = prompt_numbers(num_prompts, session.run.train.seed, first, count)
     return chosen[mesh.data_rank :: mesh.data_world]
 
 
@@ -94,10 +158,6 @@ def prompt_numbers(num_prompts: int, seed: int, first: int, count: int) -> list[
         epoch, place = divmod(ordinal, num_prompts)
         found.append(int(permute(np.array([place]), num_prompts, seed, epoch)[0]))
     return found
-
-
-def rollout_seed(seed: int, num_rollouts: int) -> int:
-    return seed * 1_000_003 + num_rollouts
 
 
 def fixed_prompts(prompts: Sequence[Prompt], count: int = NUM_FIXED) -> list[Prompt]:
@@ -230,9 +290,33 @@ def without_answers(session: Session, num_rollouts: int, in_a_row: int) -> None:
 # --- samples.jsonl -----------------------------------------------------------------------------
 
 
-def open_samples(session: Session, fresh: bool = False) -> LineFile:
-    """`samples.jsonl`, without the lines of steps that are about to be done again; fresh: without
-    any."""
-    path = session.dir / "samples.jsonl"
-    cut_lines(path, -1 if fresh else session.engine.step)
-    return LineFile(path)
+class Samples:
+    """`samples.jsonl`, which rank 0 writes: a line for each answer.
+
+    last: of the lines that are there, those up to this `key` stay; later ones are about to be
+    written again.
+    """
+
+    def __init__(self, session: Session, last: int, key: str = "step"):
+        self._path, self._key = session.dir / "samples.jsonl", key
+        self._is_main = session.engine.mesh.is_main
+        self._file: LineFile | None = None
+        self.go_to(last)
+
+    def go_to(self, last: int) -> None:
+        """Begins anew after `last`."""
+        self.close()
+        if self._is_main:
+            cut_lines(self._path, last, self._key)
+            self._file = LineFile(self._path)
+
+    def write(self, rows: Iterable[Mapping[str, Any]], **more: Any) -> None:
+        """more: what all lines say besides."""
+        if self._file is not None:
+            for row in rows:
+                self._file.write({**more, **row})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,10 +34,11 @@ def test_it_fires_once_when_the_margin_grows_while_the_chosen_fall():
     assert alarm.step == 12
     assert alarm.chosen == pytest.approx(-3.3, abs=0.2)
     assert alarm.margin == pytest.approx(3.3, abs=0.2)
-    text = alarm.text("runs/x", "dpo")
+    text = alarm.text("dpo", "runs/x")
     for word in ("displacement", "drop_ches", "sft_coef", "dpop", "runs/x/ches.jsonl"):
         assert word in text
-    assert "--method.loss.kind dpop" not in alarm.text("runs/x", "dpop")
+    assert "--method.loss.kind dpop" not in alarm.text("dpop", "runs/x")
+    assert "drop_ches" not in alarm.text("dpo")
 
 
 @pytest.mark.parametrize(
@@ -169,3 +171,7 @@ def test_scores_are_written_with_the_pairs_texts(tmp_path):
     assert d.read_kept(path, 3) == [0, 2]
     assert d.read_kept(path, 4) is None
     assert d.read_kept(tmp_path / "nothing", 3) is None
+    # Text from the web has breaks of lines that JSON does not know.
+    odd = [replace(pair, prompt_ids=tuple(tokenizer.encode("a\u2028b\x85c"))) for pair in PAIRS]
+    d.write_ches(path, found, odd, [0, 2], tokenizer)
+    assert d.read_kept(path, 3) == [0, 2]

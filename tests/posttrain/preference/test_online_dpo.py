@@ -15,8 +15,7 @@ import pytest
 from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_lines
-from stepwell.posttrain.preference.displacement import Monitor
-from stepwell.posttrain.preference.online_dpo import watch
+from stepwell.posttrain.preference.displacement import Monitor, watch
 from stepwell.train.engine import Stats
 from stepwell.train.start import open_session
 from stepwell.types import ConfigError, TrainingError

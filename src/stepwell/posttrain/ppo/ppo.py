@@ -7,9 +7,7 @@ about every token, estimate advantages, and make clipped steps. B rows, T tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +15,6 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.eval.grade import Prompt
-from stepwell.metrics import LineFile
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
@@ -36,30 +33,26 @@ from stepwell.posttrain.ppo.placement import (
     open_reference,
 )
 from stepwell.posttrain.ppo.targets import ask, passes, with_targets
-from stepwell.posttrain.rewards.composite import Rewards, open_rewards
-from stepwell.posttrain.rewards.self_test import try_at_start
-from stepwell.posttrain.rollout import Rollouts
+from stepwell.posttrain.rewards.composite import Rewards
 from stepwell.posttrain.sampled import (
+    Loop,
+    Samples,
     all_shares,
+    check_enough,
     check_failures,
     check_sampled,
     dealt,
-    greedy_answers,
     headline,
-    open_samples,
-    prompt_numbers,
+    open_loop,
+    step_prompts,
     without_answers,
 )
-from stepwell.posttrain.sampling.environments import find_environment
 from stepwell.posttrain.sampling.gauge import Gauge
-from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import PPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session
-from stepwell.train.start import join, open_session
 from stepwell.train.weights import check_tokenizer, with_head
-from stepwell.types import ConfigError
 
 
 def ppo(
@@ -81,38 +74,16 @@ def ppo(
     method = run.method
     assert isinstance(method, PPO)
     check_ppo(run, prompts, tokenizer, weights)
-    mesh = join(run)
     given = None if weights is None else list(weights)
     alone = critic_run(run)
     others = {} if alone is None else {CRITIC: (alone, _first(given, alone))}
-    with (
-        closing(open_rewards(method, tokenizer, mesh, run)) as rewards,
-        open_session(
-            run, _first(given, run), mesh=mesh, tokenizer=tokenizer.fingerprint, others=others
-        ) as session,
-    ):
-        try_at_start(session, rewards, prompts, tokenizer)
+    first = _first(given, run)
+    with open_loop(run, prompts, tokenizer, first, dropped, others=others) as loop:
         reference = None
         if method.kl_coef:
-            reference = open_reference(run, session.engine, mesh, given)
-        if session.extra is None:
-            total = len(prompts) + sum((dropped or {}).values())
-            left_out = dict(dropped or {})
-            session.log.event(
-                "data", path=run.data.path, rows=total, kept=len(prompts), dropped=left_out
-            )
-
-        def share(number: int) -> list[Prompt]:
-            """This rank's prompts of a rollout."""
-            every = [prompts[i] for i in rollout_prompts(len(prompts), run, number)]
-            return every[mesh.data_rank :: mesh.data_world]
-
-        environment = find_environment(method.environment) if method.environment else None
-        with rollout_stream(session, share, rewards, tokenizer, environment) as stream:
-            likeliest = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
-            return _train(
-                session, stream, reference, rewards, len(prompts), tokenizer.pad_id, likeliest
-            )
+            engine = loop.session.engine
+            reference = open_reference(run, engine, engine.mesh, given)
+        return _train(loop, len(prompts), tokenizer.pad_id, reference)
 
 
 def check_ppo(
@@ -129,29 +100,17 @@ def check_ppo(
             check_tokenizer(init, tokenizer, run.data.tokenizer)
     if method.kl_coef:
         check_reference(run)
-    if len(prompts) < method.prompts_per_step:
-        raise ConfigError(
-            f"method.prompts_per_step={method.prompts_per_step} but there are only "
-            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
-        )
+    check_enough(method, prompts)
 
 
-def _train(
-    session: Session,
-    stream: RolloutStream,
-    reference: Reference | None,
-    rewards: Rewards,
-    num_prompts: int,
-    pad_id: int,
-    likeliest: Callable[[], Rollouts],
-) -> int:
+def _train(loop: Loop, num_prompts: int, pad_id: int, reference: Reference | None) -> int:
+    session, rewards, stream, greedy = loop
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, critic, start = run.method, session.others.get(CRITIC), session.engine.step
     assert isinstance(method, PPO)
-    fresh = session.extra is None
-    samples = open_samples(session, fresh) if mesh.is_main else None
-    if fresh:
-        write(samples, start, likeliest(), greedy=True)
+    samples = Samples(session, -1 if session.extra is None else start)
+    if session.extra is None:
+        samples.write(greedy().rows(), step=start, greedy=True)
     state = _state(session.extra, method)
     empty, told, held = 0, False, dict[str, int]()
     overopt = Overopt(session, rewards, state["overopt"])
@@ -159,13 +118,12 @@ def _train(
     session.pause()
     while not session.finished:
         number, coef = state["rollouts"], state["kl_coef"]
-        numbers = rollout_prompts(num_prompts, run, number)
-        if session.is_jumped("rollouts", number + 1, numbers[mesh.data_rank :: mesh.data_world]):
+        if session.is_jumped("rollouts", number + 1, step_prompts(num_prompts, number, session)):
             state["rollouts"] += 1
             continue
         mine = stream.take(number, state)
         state["rollouts"] += 1
-        rollouts = dealt(all_shares(mine, mesh), len(numbers))
+        rollouts = dealt(all_shares(mine, mesh), method.prompts_per_step)
         if engine.step == start:
             check_failures(rollouts.rows())
         answers = [a for a in answers_of(rollouts) if a.reward is not None and a.num_trained]
@@ -200,31 +158,17 @@ def _train(
             state = _state(found, method)
             overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
-            if samples is not None:
-                samples.close()
-                samples = open_samples(session)
+            samples.go_to(engine.step)
             continue
         coef = next_coef(method, coef, shown["kl/reference"], len(answers))
         state |= {"kl_coef": overopt.next_coef(coef), "overopt": overopt.state()}
-        write(samples, engine.step, rollouts, greedy=False)
+        samples.write(rollouts.rows(), step=engine.step, greedy=False)
         if session.finished:
-            write(samples, engine.step, likeliest(), greedy=True)
+            samples.write(greedy().rows(), step=engine.step, greedy=True)
             session.pause()
         overopt.after_rollout(stream, state)
-    if samples is not None:
-        samples.close()
+    samples.close()
     return engine.step - start
-
-
-# --- a rollout ---------------------------------------------------------------------------------
-
-
-def rollout_prompts(num_prompts: int, run: Run, number: int) -> list[int]:
-    """Of all ranks."""
-    method = run.method
-    assert isinstance(method, PPO)
-    count = method.prompts_per_step
-    return prompt_numbers(num_prompts, run.train.seed, number * count, count)
 
 
 # --- around it ---------------------------------------------------------------------------------
@@ -265,13 +209,6 @@ def _state(extra: Mapping[str, Any] | None, method: PPO) -> dict[str, Any]:
     """Rollouts done, the KL coefficient and what the watch over the reward knows, of a checkpoint
     or at the start."""
     return {"rollouts": 0, "kl_coef": method.kl_coef, "overopt": {}} | dict(extra or {})
-
-
-def write(samples: LineFile | None, step: int, rollouts: Rollouts, **more: Any) -> None:
-    """A line of `samples.jsonl` for each answer, on the rank that writes."""
-    if samples is not None:
-        for row in rollouts.rows():
-            samples.write({"step": step, **more, **row})
 
 
 def _tell_memory(

@@ -24,9 +24,12 @@ from stepwell.data.preference import Pair
 from stepwell.files import whole_file
 from stepwell.metrics import encode
 from stepwell.parallel.mesh import all_gather_objects
+from stepwell.sections.methods import DPO, OnlineDPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.losses import document_counts, document_index
+from stepwell.train.session import Session
+from stepwell.types import TrainingError
 
 CHES_FILE = "ches.jsonl"
 # A fall of the chosen answers counts once their mean is this much below where it began (nats).
@@ -100,15 +103,18 @@ class Alarm(NamedTuple):
     chosen: float
     margin: float
 
-    def text(self, run_dir: str, kind: str) -> str:
-        """What was seen, and what to do next."""
+    def text(self, kind: str, run_dir: str | None = None) -> str:
+        """What was seen, and what to do next. run_dir: of a run whose pairs can be left out."""
         other = "--method.loss.kind dpop" if kind != "dpop" else "a larger positive_coef"
+        alike = (
+            "leave out the pairs whose answers are too alike (--method.drop_ches 0.1; "
+            f"--method.ches true lists them in {run_dir}/{CHES_FILE}), or "
+        )
         return (
             f"likelihood displacement: the margin has grown by {self.margin:.3g} nats while the "
             f"chosen answers fell by {-self.chosen:.3g} nats an answer (means of the last "
-            f"{self.window} steps), so probability goes to answers that nobody chose. Next: leave "
-            f"out the pairs whose answers are too alike (--method.drop_ches 0.1; --method.ches "
-            f"true lists them in {run_dir}/{CHES_FILE}), or hold the chosen answers up "
+            f"{self.window} steps), so probability goes to answers that nobody chose. Next: "
+            f"{'' if run_dir is None else alike}hold the chosen answers up "
             f"(--method.loss.sft_coef 1, or {other}), or lower optim.lr"
         )
 
@@ -120,6 +126,36 @@ def moved(values: Sequence[float], start: float) -> Moved:
     if error <= 1e-12 * abs(mean):
         return Moved(mean, math.copysign(math.inf, mean) if mean else 0.0)
     return Moved(mean, mean / error)
+
+
+def open_monitor(method: DPO | OnlineDPO, state: Mapping[str, Any]) -> Monitor:
+    """The run's monitor, as it was when `state` was taken (empty: at the start)."""
+    monitor = Monitor(method.displacement_window, method.loss.needs_reference)
+    monitor.load(state)
+    return monitor
+
+
+def watch(session: Session, monitor: Monitor) -> None:
+    """Tells the monitor of the step just taken. Raises TrainingError if displacement is to stop the
+    run."""
+    method, stats = session.run.method, session.stats
+    assert isinstance(method, DPO | OnlineDPO)
+    if stats is None or method.displacement == "ignore" or method.loss.kind == "kto":
+        return
+    ending = "_shift" if monitor.has_reference else ""
+    chosen, rejected = (stats.metrics[f"logps/{side}{ending}"] for side in ("chosen", "rejected"))
+    step = session.engine.step
+    alarm = monitor.see(step, chosen, chosen - rejected)
+    if alarm is None:
+        return
+    text = alarm.text(method.loss.kind, str(session.dir) if isinstance(method, DPO) else None)
+    details = {key: value for key, value in alarm._asdict().items() if key != "step"}
+    session.log.event("displacement", step, advice=text, **details)
+    if method.displacement == "stop":
+        raise TrainingError(
+            f"{text}. The same command goes on from the last checkpoint and stops here again; "
+            "--method.displacement warn only reports it"
+        )
 
 
 # --- the pairs that cause it -------------------------------------------------------------------
@@ -212,7 +248,8 @@ def read_kept(path: Path, num_pairs: int) -> list[int] | None:
     """The numbers that `write_ches` was given; None if the file is not there, or of other pairs."""
     if not path.exists():
         return None
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    # Not `splitlines`, which breaks lines within a text too.
+    lines = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
     if sorted(line["pair"] for line in lines) != list(range(num_pairs)):
         return None
     return sorted(line["pair"] for line in lines if not line["dropped"])

@@ -18,10 +18,11 @@ from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.preference.displacement import (
     CHES_FILE,
-    Monitor,
     ches_scores,
     kept_pairs,
+    open_monitor,
     read_kept,
+    watch,
     write_ches,
 )
 from stepwell.posttrain.preference.evaluation import heldout_metrics
@@ -38,7 +39,7 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.session import Session
 from stepwell.train.start import hold_folder, join, open_session
-from stepwell.types import ConfigError, TrainingError
+from stepwell.types import ConfigError
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -107,7 +108,8 @@ def _train(
         numbers_of = partial(step_numbers, rows.num_trained, method.pairs_per_step, run.train.seed)
         known = saved.get("reference")
         reference = open_reference(run, rows, numbers_of, first, session.engine, pad_id, known)
-        monitor, num_batches = open_monitor(method, saved), saved.get("batches", 0)
+        monitor = open_monitor(method, saved.get("monitor", {}))
+        num_batches = saved.get("batches", 0)
         session.pause()
         while not session.finished:
             numbers = numbers_of(num_batches)
@@ -121,7 +123,8 @@ def _train(
             info = session.step(batch, loss)
             if info.verdict.action == "rewind":
                 found = session.rewind() or {}
-                num_batches, monitor = found.get("batches", 0), open_monitor(method, found)
+                num_batches = found.get("batches", 0)
+                monitor = open_monitor(method, found.get("monitor", {}))
                 continue
             watch(session, monitor)
             if session.evaluation_due:
@@ -177,33 +180,3 @@ def check_same_rows(run: Run, rows: Rows, saved: dict[str, Any]) -> str:
             "--fresh to start over"
         )
     return found
-
-
-def open_monitor(method: DPO, saved: dict[str, Any]) -> Monitor:
-    monitor = Monitor(method.displacement_window, method.loss.needs_reference)
-    monitor.load(saved.get("monitor", {}))
-    return monitor
-
-
-def watch(session: Session, monitor: Monitor) -> None:
-    """Tells the monitor of the step just taken. Raises TrainingError if displacement is to stop the
-    run."""
-    method, stats = session.run.method, session.stats
-    assert isinstance(method, DPO)
-    if stats is None or method.displacement == "ignore" or method.loss.kind == "kto":
-        return
-    metrics = stats.metrics
-    ending = "_shift" if monitor.has_reference else ""
-    chosen, rejected = (metrics[f"logps/{side}{ending}"] for side in ("chosen", "rejected"))
-    step = session.engine.step
-    alarm = monitor.see(step, chosen, chosen - rejected)
-    if alarm is None:
-        return
-    text = alarm.text(str(session.dir), method.loss.kind)
-    details = {key: value for key, value in alarm._asdict().items() if key != "step"}
-    session.log.event("displacement", step, advice=text, **details)
-    if method.displacement == "stop":
-        raise TrainingError(
-            f"{text}. The same command goes on from the last checkpoint and stops here again; "
-            "--method.displacement warn only reports it"
-        )

@@ -7,22 +7,20 @@ the reference, and make steps on the pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from stepwell.config import Run
 from stepwell.eval.grade import Prompt
-from stepwell.metrics import LineFile, cut_lines
 from stepwell.posttrain.answers import Answer, answers_of
 from stepwell.posttrain.first_model import check_first_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
 from stepwell.posttrain.policy.batch import scored
 from stepwell.posttrain.policy.pairs import (
     REFERENCE_TOKENS,
+    Chosen,
     Paired,
     denominators,
     divergence,
@@ -31,28 +29,27 @@ from stepwell.posttrain.policy.pairs import (
     paired,
 )
 from stepwell.posttrain.ppo.placement import check_reference
-from stepwell.posttrain.preference.displacement import Monitor
+from stepwell.posttrain.preference.displacement import Monitor, open_monitor, watch
 from stepwell.posttrain.preference.moving_reference import MovingReference
-from stepwell.posttrain.rewards.composite import Rewards, open_rewards
-from stepwell.posttrain.rewards.self_test import try_at_start
+from stepwell.posttrain.rewards.composite import Rewards
 from stepwell.posttrain.rollout import Rollouts
 from stepwell.posttrain.sampled import (
+    Loop,
+    Samples,
     all_shares,
+    check_enough,
     check_failures,
     check_sampled,
     dealt,
-    greedy_answers,
     headline,
+    open_loop,
     step_prompts,
 )
-from stepwell.posttrain.sampling.environments import Factory, find_environment
 from stepwell.posttrain.sampling.gauge import Agreement, Gauge
-from stepwell.posttrain.sampling.pipeline import RolloutStream, rollout_stream
 from stepwell.sections.methods import OnlineDPO
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
-from stepwell.train.start import join, open_session
-from stepwell.types import ConfigError, TrainingError
+from stepwell.types import TrainingError
 
 FIRST = -1  # the number of the rollout before the first
 
@@ -80,29 +77,11 @@ def online_dpo(
     check_online_dpo(run, prompts, tokenizer, weights)
     if weights is not None:
         weights = list(weights)  # the reference has them too
-    mesh = join(run)
-    with (
-        closing(rewards or open_rewards(method, tokenizer, mesh, run)) as opened,
-        open_session(run, weights, mesh=mesh, tokenizer=tokenizer.fingerprint) as session,
-    ):
-        try_at_start(session, opened, prompts, tokenizer)
+    with open_loop(run, prompts, tokenizer, weights, dropped, rewards) as loop:
         reference = None
         if method.loss.needs_reference:
-            reference = MovingReference(session, weights)
-        if session.extra is None:
-            counts = dict(dropped or {})
-            total = len(prompts) + sum(counts.values())
-            session.log.event(
-                "data", path=run.data.path, rows=total, kept=len(prompts), dropped=counts
-            )
-
-        def share(number: int) -> list[Prompt]:
-            """This rank's prompts of a rollout."""
-            return [prompts[i] for i in step_prompts(len(prompts), run, number, session)]
-
-        environment = find_environment(method.environment) if method.environment else None
-        with rollout_stream(session, share, opened, tokenizer, environment) as stream:
-            return _train(session, stream, reference, opened, prompts, tokenizer, environment)
+            reference = MovingReference(loop.session, weights)
+        return _train(loop, len(prompts), tokenizer.pad_id, reference)
 
 
 def check_online_dpo(
@@ -116,40 +95,26 @@ def check_online_dpo(
     check_sampled(method, tokenizer)
     check_first_model(run, tokenizer, weights)
     check_reference(run)
-    if len(prompts) < method.prompts_per_step:
-        raise ConfigError(
-            f"method.prompts_per_step={method.prompts_per_step} but there are only "
-            f"{len(prompts)} prompts; the nearest legal value is {len(prompts)}"
-        )
+    check_enough(method, prompts)
 
 
-def _train(
-    session: Session,
-    stream: RolloutStream,
-    reference: MovingReference | None,
-    rewards: Rewards,
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    environment: Factory | None,
-) -> int:
+def _train(loop: Loop, num_prompts: int, pad_id: int, reference: MovingReference | None) -> int:
+    session, rewards, stream, greedy = loop
     run, engine, mesh = session.run, session.engine, session.engine.mesh
-    method, pad_id, start = run.method, tokenizer.pad_id, engine.step
+    method, start, warned = run.method, engine.step, False
     assert isinstance(method, OnlineDPO)
-    state, fresh, warned = first_state(session.extra), session.extra is None, False
-    samples = None
-    if mesh.is_main:
-        samples = open_samples(session, FIRST - 1 if fresh else state["rollouts"] - 1)
+    state, fresh = first_state(session.extra), session.extra is None
+    samples = Samples(session, FIRST - 1 if fresh else state["rollouts"] - 1, "rollout")
     overopt = Overopt(session, rewards, state["overopt"])
     overopt.check_stopped()
-    likeliest = partial(greedy_answers, session, prompts, tokenizer, rewards, environment)
     if fresh:
-        write(samples, start, FIRST, likeliest(), greedy=True)
+        samples.write(sampled_rows(greedy()), step=start, rollout=FIRST, greedy=True)
     session.pause()
     while not session.finished:
         number = state["rollouts"]
         if reference is not None:
             reference.go_to(state["refreshed"])
-        numbers = step_prompts(len(prompts), run, number, session)
+        numbers = step_prompts(num_prompts, number, session)
         if session.is_jumped("rollouts", number + 1, numbers):
             state = {**state, "rollouts": number + 1}
             continue
@@ -161,7 +126,8 @@ def _train(
         found = paired(answers, method.group_size, run.data.seq_len)
         if not found.pairs:
             state = {**state, "rollouts": number + 1, "empty": state["empty"] + 1}
-            write(samples, engine.step, number, rollouts, found)
+            rows = sampled_rows(rollouts)
+            samples.write(rows, step=engine.step, rollout=number, greedy=False)
             without_pairs(session, number, state["empty"], found)
             continue
         line = headline(rollouts, rewards) | found.metrics(answers) | stream.metrics(mine)
@@ -177,22 +143,20 @@ def _train(
             state = first_state(session.rewind(steps))
             overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
-            if samples is not None:
-                samples.close()
-                samples = open_samples(session, state["rollouts"] - 1)
+            samples.go_to(state["rollouts"] - 1)
             continue
         state = {**state, "rollouts": number + 1, "empty": 0, "monitor": taken.monitor.state()}
         state["overopt"] = overopt.state()
-        write(samples, engine.step, number, rollouts, found)
+        rows = sampled_rows(rollouts, found.pairs)
+        samples.write(rows, step=engine.step, rollout=number, greedy=False)
         if reference is not None and refresh_is_due(method, before, engine.step):
             reference.refresh()
             state |= {"refreshed": engine.step, "monitor": {}}
         if session.finished:
-            write(samples, engine.step, number, likeliest(), greedy=True)
+            samples.write(sampled_rows(greedy()), step=engine.step, rollout=number, greedy=True)
             session.pause()
         overopt.after_rollout(stream, state)
-    if samples is not None:
-        samples.close()
+    samples.close()
     return engine.step - start
 
 
@@ -227,8 +191,7 @@ def take_steps(
     run, mesh = session.run, session.engine.mesh
     method = run.method
     assert isinstance(method, OnlineDPO)
-    monitor = Monitor(method.displacement_window, method.loss.needs_reference)
-    monitor.load(state["monitor"])
+    monitor = open_monitor(method, state["monitor"])
     gauge, seen = Gauge(), list[Agreement]()
 
     def more() -> dict[str, float]:
@@ -259,35 +222,6 @@ def refresh_is_due(method: OnlineDPO, before: int, step: int) -> bool:
 # --- around it ---------------------------------------------------------------------------------
 
 
-def watch(session: Session, monitor: Monitor) -> None:
-    """Tells the monitor of the step just taken. Raises TrainingError if displacement is to stop the
-    run."""
-    method, stats = session.run.method, session.stats
-    assert isinstance(method, OnlineDPO)
-    if stats is None or method.displacement == "ignore":
-        return
-    ending = "_shift" if monitor.has_reference else ""
-    chosen, rejected = (stats.metrics[f"logps/{side}{ending}"] for side in ("chosen", "rejected"))
-    step = session.engine.step
-    alarm = monitor.see(step, chosen, chosen - rejected)
-    if alarm is None:
-        return
-    text = (
-        f"likelihood displacement: over the last {alarm.window} steps the margin is "
-        f"{alarm.margin:.3g} nats above where it began while the chosen answers are "
-        f"{-alarm.chosen:.3g} nats below, so probability goes to answers that nobody chose. Next: "
-        "hold the chosen answers up (--method.loss.sft_coef 1, or --method.loss.kind dpop), or "
-        "lower optim.lr"
-    )
-    details = {key: value for key, value in alarm._asdict().items() if key != "step"}
-    session.log.event("displacement", step, advice=text, **details)
-    if method.displacement == "stop":
-        raise TrainingError(
-            f"{text}. The same command goes on from the last checkpoint and stops here again; "
-            "--method.displacement warn only reports it"
-        )
-
-
 def without_pairs(session: Session, rollout: int, in_a_row: int, found: Paired) -> None:
     """Raises TrainingError once method.max_empty rollouts in a row have taught nothing."""
     method = session.run.method
@@ -305,29 +239,10 @@ def without_pairs(session: Session, rollout: int, in_a_row: int, found: Paired) 
         )
 
 
-def open_samples(session: Session, last: int) -> LineFile:
-    """`samples.jsonl`, without the lines of rollouts after `last`."""
-    path = session.dir / "samples.jsonl"
-    cut_lines(path, last, "rollout")
-    return LineFile(path)
-
-
-def write(
-    samples: LineFile | None,
-    step: int,
-    rollout: int,
-    rollouts: Rollouts,
-    found: Paired | None = None,
-    greedy: bool = False,
-) -> None:
-    """A line of `samples.jsonl` for each answer, on the rank that writes. rollout: its number, and
-    of greedy answers that of the one before."""
-    if samples is None:
-        return
+def sampled_rows(rollouts: Rollouts, pairs: Sequence[Chosen] = ()) -> Iterator[dict[str, Any]]:
+    """Answers with their roles in the pairs."""
     roles = {}
-    for pair in () if found is None else found.pairs:
+    for pair in pairs:
         roles |= {pair.chosen: "chosen", pair.rejected: "rejected"}
     for i, row in enumerate(rollouts.rows()):
-        samples.write(
-            {"step": step, "rollout": rollout, "greedy": greedy, "role": roles.get(i, ""), **row}
-        )
+        yield {"role": roles.get(i, ""), **row}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from stepwell.eval.grade import Prompt, Verdict
-from stepwell.sections.methods import SampledMethod
+from stepwell.sections.methods import GRPO, SampledMethod
 from stepwell.sections.rewards import RewardTerm
 from stepwell.types import Completion, DataError, nearest
 
@@ -166,6 +166,15 @@ def reward_terms(method: SampledMethod) -> tuple[RewardTerm, ...]:
     return (RewardTerm(name=kind, source=method.verifier),)
 
 
+def with_overlong(method: SampledMethod) -> SampledMethod:
+    """The method with GRPO's punishment of long answers among its rewards."""
+    if not isinstance(method, GRPO) or not method.overlong_cache:
+        return method
+    source = f"overlong:{method.max_new_tokens}:{method.overlong_cache}"
+    terms = (*reward_terms(method), RewardTerm(name="overlong", source=source))
+    return method.model_copy(update={"rewards": terms})
+
+
 def check_models(method: SampledMethod, tokenizer: Tokenizer | None = None) -> list[str]:
     """What a user should know of the reward models that a method names, before one is built. Raises
     what opening them would."""
@@ -208,7 +217,7 @@ def open_rewards(
 
     dimensions: list[Dimension] = []
     try:
-        for term in reward_terms(method):
+        for term in reward_terms(with_overlong(method)):
             scorer = open_scorer(
                 term.source,
                 method.reward_timeout_s,
