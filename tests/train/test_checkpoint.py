@@ -384,17 +384,16 @@ def test_leftovers_are_ignored_cleaned_and_a_half_done_replacement_is_undone(tmp
 def test_prune_keeps_the_last_and_the_best(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: None}
     for step, loss in losses.items():
-        extra = {"metrics": {} if loss is None else {"eval/loss": loss}}
-        extra = extra if step % 2 else {"extra": extra}
+        extra = {"extra": {"metrics": {} if loss is None else {"eval/loss": loss}}}
         save_checkpoint(step_folder(tmp_path, step), {"w": torch.zeros(2)}, {}, extra, ONE)
     removed = prune(tmp_path, keep_last=2, keep_best=1)
     assert [path.name for path in removed] == ["step-00000001", "step-00000003"]
     assert latest(tmp_path) == step_folder(tmp_path, 5)
-    removed = prune(tmp_path, keep_last=1, keep_best=1, higher_is_better=True)
-    assert [path.name for path in removed] == ["step-00000002"]
+    removed = prune(tmp_path, keep_last=1, keep_best=1)
+    assert [path.name for path in removed] == ["step-00000004"]
     assert prune(tmp_path, keep_last=9) == []
     assert prune(tmp_path, keep_last=1, keep_also=range(9)) == []
-    assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 4)]
+    assert prune(tmp_path, keep_last=1) == [step_folder(tmp_path, 2)]
 
 
 def test_going_back(tmp_path):

@@ -241,12 +241,12 @@ def barrier(mesh: Mesh) -> None:
         dist.barrier()
 
 
-def broadcast_object(value: Any, mesh: Mesh, source: int = 0) -> Any:
-    """Rank `source`'s value, on every rank. Only for values of our own making: it is pickled."""
+def broadcast_object(value: Any, mesh: Mesh) -> Any:
+    """Rank 0's value, on every rank. Only for values of our own making: it is pickled."""
     if mesh.device_mesh is None:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=source, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 

@@ -8,7 +8,6 @@ proper name is complete.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from stepwell.data.files import file_sha256
 from stepwell.parallel.init import global_name
 from stepwell.parallel.mesh import Mesh, all_gather_objects
 from stepwell.types import CheckpointError
@@ -175,6 +175,12 @@ def read_state(folder: str | Path) -> dict[str, Any]:
     return _read_json(Path(folder), STATE)
 
 
+def loop_states(run_dir: str | Path) -> list[dict[str, Any]]:
+    """What the loop had saved with each complete checkpoint, by their steps."""
+    complete = _complete(run_dir)
+    return [read_state(complete[step])["extra"] for step in sorted(complete)]
+
+
 def verify(folder: str | Path, mesh: Mesh) -> None:
     """Compares every file with the manifest, the files divided among the ranks.
 
@@ -247,27 +253,20 @@ def of_run_or_itself(path: str | Path, key: str) -> Path:
 
 
 def prune(
-    run_dir: str | Path,
-    keep_last: int,
-    keep_best: int = 0,
-    metric: str = "eval/loss",
-    higher_is_better: bool = False,
-    keep_also: Iterable[int] = (),
+    run_dir: str | Path, keep_last: int, keep_best: int = 0, keep_also: Iterable[int] = ()
 ) -> list[Path]:
-    """Removes all but the last `keep_last` checkpoints, the `keep_best` best by the state's
-    `metrics[metric]` (or its `extra.metrics[metric]`; the later of equals), and those of the steps
-    `keep_also`; returns what it removed. One rank calls it.
+    """Removes all but the last `keep_last` (at least 1) checkpoints, the `keep_best` of the lowest
+    `eval/loss` that was saved with them (of equals the later), and those of the steps `keep_also`;
+    returns what it removed. One rank calls it.
     """
     complete = _complete(run_dir)
-    kept = set(sorted(complete)[-max(keep_last, 1) :]) | set(keep_also)
-    scores = {}
-    for step, folder in complete.items():
-        state = read_state(folder)
-        metrics = state.get("metrics") or state.get("extra", {}).get("metrics", {})
-        score = metrics.get(metric)
-        if score is not None and math.isfinite(score):
-            scores[step] = -score if higher_is_better else score
-    kept |= set(sorted(scores, key=lambda step: (scores[step], -step))[:keep_best])
+    kept = set(sorted(complete)[-keep_last:]) | set(keep_also)
+    losses = {}
+    for step, folder in complete.items() if keep_best else ():
+        loss = read_state(folder)["extra"].get("metrics", {}).get("eval/loss")
+        if loss is not None and math.isfinite(loss):
+            losses[step] = loss
+    kept |= set(sorted(losses, key=lambda step: (losses[step], -step))[:keep_best])
     return _remove([complete[step] for step in sorted(set(complete) - kept)])
 
 
@@ -382,11 +381,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
-        }
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _verify_file(path: Path, num_bytes: int, sha256: str) -> None:
@@ -395,7 +390,7 @@ def _verify_file(path: Path, num_bytes: int, sha256: str) -> None:
     found = path.stat().st_size
     if found != num_bytes:
         raise CheckpointError(f"{path.name} has {found} bytes instead of {num_bytes}")
-    if _fingerprint(path)["sha256"] != sha256:
+    if file_sha256(path) != sha256:
         raise CheckpointError(f"{path.name} was altered: its sha256 is not the manifest's")
 
 

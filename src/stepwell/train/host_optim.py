@@ -24,8 +24,6 @@ from stepwell.sections.optim import OptimConfig
 from stepwell.train.optim import Optimizer, build_optimizer
 from stepwell.types import ConfigError
 
-HOST_BYTES_PER_ELEMENT_BYTE = 4  # master, two moments, the buffer of the copies
-
 
 @dataclass(frozen=True)
 class _Weight:

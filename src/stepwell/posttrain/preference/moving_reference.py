@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stepwell.data.batch import Batch
 from stepwell.models.flops import parameter_shapes
+from stepwell.parallel.mesh import on_main
 from stepwell.posttrain.ppo.placement import open_reference
 from stepwell.train import checkpoint
 from stepwell.train.session import Session
@@ -25,6 +26,7 @@ class MovingReference:
     ):
         self.session, self.step = session, 0
         self._first = weights
+        on_main(lambda: checkpoint.remove_leftovers(session.dir / FOLDER), session.engine.mesh)
         self._held = open_reference(session.run, session.engine, session.engine.mesh, weights)
         self.go_to(step)
 
@@ -47,9 +49,7 @@ class MovingReference:
             )
             saved.wait()
         if engine.mesh.is_main:
-            steps = checkpoint.steps_of(session.dir)
-            states = [checkpoint.read_state(checkpoint.step_folder(session.dir, s)) for s in steps]
-            wanted = [state["extra"].get(KEY, 0) for state in states]
+            wanted = [state.get(KEY, 0) for state in checkpoint.loop_states(session.dir)]
             checkpoint.prune(folder, 1, keep_also=wanted)
         session.log.event("reference", engine.step, is_policy_of_step=engine.step)
         session.pause()

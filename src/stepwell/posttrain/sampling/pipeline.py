@@ -25,7 +25,7 @@ import torch
 from stepwell.eval.grade import Prompt
 from stepwell.generate import Progress, Request, Sampling, Snapshot
 from stepwell.models.decode import prefill
-from stepwell.parallel.mesh import all_reduce_max
+from stepwell.parallel.mesh import all_reduce_max, on_main
 from stepwell.posttrain.rollout import Rollouts, Scorer, about, scored
 from stepwell.posttrain.sampling.environments import Factory
 from stepwell.posttrain.sampling.episodes import Episode, sample_episodes
@@ -280,12 +280,12 @@ class RolloutStream:
 
     def _prune(self) -> None:
         """Removes the rollouts that no checkpoint goes back to."""
-        folder = self.session.dir
-        steps = checkpoint.steps_of(folder)
-        states = [checkpoint.read_state(checkpoint.step_folder(folder, s)) for s in steps]
-        counts = [state["extra"].get(COUNT, 0) for state in states]
+        session = self.session
+        # Asked of the rank that removes checkpoints: to another one they vanish as it reads.
+        states = on_main(lambda: checkpoint.loop_states(session.dir), session.engine.mesh)
+        first = min((state.get(COUNT, 0) for state in states), default=0)
         for path in self._folder.glob(f"*.{self._rank}.*"):
-            if int(path.name[:8]) < min(counts, default=0):
+            if int(path.name[:8]) < first:
                 path.unlink(missing_ok=True)
 
 
