@@ -78,8 +78,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
         ),
         Option("stages-per-rank", "N", "virtual stages", "count", pin="stages_per_rank"),
         Option(
-            "precision", "bf16|fp16|fp32|fp8", "of products", "choice",
-            ("bf16", "fp16", "fp32", "fp8"), "precision",
+            "precision", "bf16|fp8|...|any", "of products (bf16); any: also with fp8", "choice",
+            ("bf16", "fp16", "fp32", "fp8", "any"), "precision",
         ),
         Option("offload", "LIST", "optimizer,parameters,activations or none", "words"),
         Option("max-tp", "N", "bound", "count", pin="max_tp"),

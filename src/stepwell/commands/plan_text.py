@@ -18,7 +18,6 @@ from stepwell.plan.explain.reasons import (
     count_text,
     links_note,
     part_text,
-    recompute_text,
     zero_text,
 )
 from stepwell.plan.job import Dims
@@ -33,7 +32,7 @@ from stepwell.plan.measured.shown import (
     link_rows,
 )
 from stepwell.plan.search.candidates import Candidate
-from stepwell.plan.search.runs import data_text, offloaded, short
+from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
 

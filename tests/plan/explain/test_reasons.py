@@ -78,7 +78,7 @@ def review():
 def test_every_axis_has_a_reason_with_numbers(answer):
     reasons = {reason.axis: reason for reason in answer.explanation.reasons}
     wanted = {"fit", "zero", "tp", "pp", "cp", "data", "micro_batch_rows", "recompute"}
-    assert wanted <= set(reasons)
+    assert wanted | {"precision", "offload"} <= set(reasons)
     assert list(reasons)[:3] == ["fit", "zero", "tp"]  # the decision tree's order
     assert "120 GiB" in reasons["fit"].text  # 8.03e9 * 16 bytes
     for reason in reasons.values():
@@ -91,11 +91,62 @@ def test_every_axis_has_a_reason_with_numbers(answer):
 def test_no_alternative_is_better(answer):
     best = answer.best
     for reason in answer.explanation.reasons:
+        if reason.axis == "precision":  # not decided by speed
+            continue
         for other in reason.alternatives:
             if other.alone.works:
                 assert other.alone.step_s >= best.step_s * (1 - 1e-6), other.label
             if other.best is not None and not other.alone.broken:
                 assert other.best.step_s >= best.step_s * (1 - 1e-6), other.label
+
+
+def reasons_of(dims, machines, num_gpus, seq_len, rows, pins, config=None):
+    prices = Prices(dims, machines, config)
+    batch = rows * seq_len
+    ranking = search(dims, machines, num_gpus, seq_len, batch, pins, config, 1.0, prices)
+    found = explain(ranking, prices).reasons
+    return ranking.best, {reason.axis: reason for reason in found}
+
+
+def test_eight_bits_are_told_and_not_taken():
+    pins = Pins(tp=1, pp=1, cp=1, micro_batch_rows=1)
+    best, found = reasons_of(EIGHT.dims, H100, 16, 8192, 64, pins)
+    assert best.layout.precision == "bf16"
+    said = found["precision"]
+    assert "--precision any" in said.lead
+    (eight,) = said.alternatives
+    assert eight.label == "fp8"
+    assert eight.alone.step_s < best.step_s
+    saved = (eight.alone.peak_bytes - best.peak_bytes) / GIB
+    assert f"and holds {eight.alone.peak_bytes / GIB:.1f} GiB ({saved:+.1f})" in said.text
+    assert eight.best.layout.precision == "fp8"
+    any_best, found = reasons_of(EIGHT.dims, H100, 16, 8192, 64, replace(pins, precision="any"))
+    assert any_best.layout == eight.best.layout
+    assert found["precision"].alternatives[0].label == "bf16"
+    assert found["precision"].alternatives[0].best.step_s == best.step_s
+    older, found = reasons_of(EIGHT.dims, cluster("a100-80g"), 8, 8192, 64, pins)
+    assert older.layout.precision == "bf16"
+    assert found["precision"].text == "a100-80g has no products in 8 bits."
+
+
+def test_what_is_held_fixed_is_said_not_to_be_searched():
+    pins = Pins(tp=1, pp=1, cp=1, micro_batch_rows=1, zero=3)
+    _, found = reasons_of(EIGHT.dims, H100, 16, 8192, 64, pins)
+    held = "Held fixed, so layouts with other values are not searched."
+    assert held in found["zero"].text
+    assert held not in found["recompute"].text
+
+
+def test_where_something_must_be_offloaded_others_are_searched_with_it():
+    """70B on 8: without offload nothing fits, of any other value either."""
+    seventy, pins = find_model("llama3-70b"), Pins(cp=1, pp=1)
+    best, found = reasons_of(seventy.dims, H100, 8, 4096, 64, pins, seventy.config)
+    assert best.layout.offload_optimizer
+    assert found["offload"].value == "offload optimizer"
+    assert not found["offload"].alternatives[0].alone.fits
+    others = [a.best for a in found["micro_batch_rows"].alternatives + found["tp"].alternatives]
+    assert any(other is not None for other in others)
+    assert all(other.layout.offload_optimizer for other in others if other is not None)
 
 
 def test_reliefs_only_relieve_and_the_largest_binds(answer):
@@ -110,7 +161,6 @@ def test_scenarios_move_the_right_way(answer):
     found = {s.name: s.per_token for s in answer.explanation.scenarios}
     assert found["half the network"] >= 1 - 1e-6
     assert found["twice the memory"] <= 1 + 1e-6
-    assert "products in 8 bits" not in found  # the precision was given
 
 
 def test_runners_up_are_of_other_meshes(answer):

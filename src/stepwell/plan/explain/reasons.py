@@ -18,9 +18,15 @@ from stepwell.plan.job import Arrangement
 from stepwell.plan.memory.ledger import state_bytes_per_parameter
 from stepwell.plan.search.candidates import Candidate, Ranking
 from stepwell.plan.search.prices import Prices
-from stepwell.plan.search.runs import data_text, reshard_text, short
+from stepwell.plan.search.runs import (
+    data_text,
+    offloaded,
+    recompute_text,
+    reshard_text,
+    short,
+)
 from stepwell.plan.search.search import search
-from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.search.space import Pins, Task, default_precision
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.types import ConfigError
 
@@ -139,30 +145,45 @@ def mesh_of(layout: Arrangement) -> tuple[int, ...]:
 # --- axis by axis ----------------------------------------------------------------------------
 
 
+# (label, changes, pins) of a value that could be instead.
+_Other = tuple[str, dict[str, Any], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class _Question:
-    """others: (label, changes, pins) of values that could be instead."""
+    """others: values that could be instead."""
 
     axis: str
     question: str
     value: str
-    others: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...]
+    others: tuple[_Other, ...]
     lead: str = ""
 
 
 def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> Iterator[Reason]:
     """In the decision tree's order. Axes that the user has fixed are explained all the same."""
     yield _whole_model(task)
+    within = _as_offloaded(task, best)
     for asked in _questions(task, best.layout):
         found = []
         for label, changes, pins in asked.others:
             alone = _exactly(changed(prices, task, best.layout, changes), prices, best)
             searched = deep and not fixed(task.pins, pins)
             limit = WORTH_TELLING * best.step_s
-            other = _best_with(prices, task, pins, limit) if searched else None
+            other = _best_with(prices, within, pins, limit) if searched else None
             found.append(Alternative(label, alone, other, searched))
-        told = tuple(_told(alternative, best) for alternative in found)
-        yield Reason(asked.axis, asked.question, asked.value, asked.lead, tuple(found), told)
+        told = [_told(alternative, best) for alternative in found]
+        if deep and found and not any(alternative.searched for alternative in found):
+            told.append("Held fixed, so layouts with other values are not searched.")
+        yield Reason(asked.axis, asked.question, asked.value, asked.lead, tuple(found), tuple(told))
+
+
+def _as_offloaded(task: Task, best: Candidate) -> Task:
+    """Where nothing fits without, other values are looked for with what was offloaded, too."""
+    offload = task.pins.offload
+    if offload is None and offloaded(best.layout):
+        offload = tuple(offloaded(best.layout))
+    return replace(task, pins=replace(task.pins, offload=offload))
 
 
 def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:
@@ -177,7 +198,7 @@ def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:
 
 
 def fixed(pins: Pins, wanted: dict[str, Any]) -> bool:
-    return any(getattr(pins, key) is not None for key in wanted)
+    return any(getattr(pins, key) not in (None, "any") for key in wanted)
 
 
 def _best_with(
@@ -262,22 +283,50 @@ def _questions(task: Task, now: Arrangement) -> Iterator[_Question]:
         "recompute",
         "What is computed again?",
         recompute_text(now),
-        tuple(
-            (f"recompute {mode}", {"recompute": mode}, {"recompute": mode})
-            for mode in ("none", "selective", "full")
-            if mode != now.recompute
-        ),
+        tuple(_recomputations(now)),
     )
+    yield _precisions(task, now)
+    yield _offloads(now)
+
+
+def _recomputations(now: Arrangement) -> Iterator[_Other]:
+    for mode, every in (("none", 2), ("selective", 2), ("every", 4), ("full", 2)):
+        if mode != now.recompute:
+            other = now.having(recompute=mode, recompute_every=every)
+            changes = {"recompute": mode, "recompute_every": every}
+            yield recompute_text(other), changes, {"recompute": mode}
+
+
+def _precisions(task: Task, now: Arrangement) -> _Question:
+    """Products in 8 bits beside those in 16: each alters the numbers of the other."""
+    device, asked, others = task.cluster.accelerator, task.pins.precision, ()
+    lead = f"{device.name} has no products in 8 bits."
+    if device.fp8_flops_per_s:
+        value = "fp8" if now.precision != "fp8" else default_precision(task.cluster)
+        recipe = "tensorwise" if value == "fp8" else "none"
+        others = ((value, {"precision": value, "recipe": recipe}, {"precision": value}),)
+        lead = "8 bits alter the numbers, so they are taken only if asked for (--precision fp8, or"
+        lead += " --precision any to search both)."
+        if asked is not None:
+            both = "both were searched" if asked == "any" else f"--precision {asked}"
+            lead = f"As asked for ({both}); 8 bits alter the numbers."
+    return _Question("precision", "Products in how many bits?", now.precision, others, lead)
+
+
+def _offloads(now: Arrangement) -> _Question:
+    """To the host: it leans on memory and processors that the planner knows little of."""
+    has, one = offloaded(now), {"offload": ("optimizer",)}
+    lead = "To the hosts goes only what must, or is asked for (--offload optimizer)."
+    value = f"offload {', '.join(has)}" if has else "no offload"
+    keep = {f"offload_{kind}": False for kind in ("optimizer", "parameters", "activations")}
+    others = [("no offload", keep, {"offload": ()})] if has else []
+    if not has:
+        others.append(("offload optimizer", {"offload_optimizer": True}, one))
+    return _Question("offload", "What goes to the host?", value, tuple(others), lead)
 
 
 def zero_text(layout: Arrangement) -> str:
     return f"ZeRO-{layout.zero}{reshard_text(layout)}"
-
-
-def recompute_text(layout: Arrangement) -> str:
-    if layout.recompute == "every":
-        return f"recompute one block in {layout.recompute_every}"
-    return f"recompute {layout.recompute}"
 
 
 def _zero(now: Arrangement, zero: int) -> dict[str, Any]:
@@ -391,7 +440,11 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
         text = f"{label}{how} needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
     else:
-        text = f"{label}{how} takes {price}."
+        text = f"{label}{how} takes {price}"
+        if alone.step_s < best.step_s:  # of what is not taken for its speed alone
+            text += f" and holds {alone.peak_bytes / GIB:.1f} GiB"
+            text += f" ({(alone.peak_bytes - best.peak_bytes) / GIB:+.1f})"
+        text += "."
     if alternative.best is not None and alternative.best.layout != alone.layout:
         other = alternative.best
         versus = change_text(other.step_s, best.step_s)
@@ -475,13 +528,12 @@ def scenarios(prices: Prices, task: Task, best: Candidate) -> Iterator[Scenario]
     if task.rows >= 4:
         longer = replace(task, seq_len=4 * task.seq_len, rows=task.rows // 4)
         yield _scenario("rows four times as long", prices, longer, best)
-    if device.fp8_flops_per_s and task.pins.precision is None:
-        eight = replace(task, pins=replace(task.pins, precision="fp8"))
-        yield _scenario("products in 8 bits", prices, eight, best)
 
 
 def _scenario(name: str, prices: Prices, task: Task, best: Candidate) -> Scenario:
-    found = _best_with(prices, task, {}, _known_s(prices, task, best))
+    known_s = _known_s(prices, task, best)
+    found = _best_with(prices, task, {}, known_s)
+    found = found or _best_with(prices, _as_offloaded(task, best), {}, known_s)
     if found is None:
         return Scenario(name, None, math.inf, "nothing fits")
     per_token = found.step_s / found.layout.global_batch_tokens
@@ -499,13 +551,7 @@ def _scenario(name: str, prices: Prices, task: Task, best: Candidate) -> Scenari
 
 def _known_s(prices: Prices, task: Task, best: Candidate) -> float:
     """What the layout of today would take there, if it fits; nothing slower need be looked for."""
-    layout = replace(
-        best.layout,
-        seq_len=task.seq_len,
-        global_batch_rows=task.rows,
-        precision=task.pins.precision or best.layout.precision,
-        recipe="tensorwise" if task.pins.precision == "fp8" else best.layout.recipe,
-    )
+    layout = best.layout.having(seq_len=task.seq_len, global_batch_rows=task.rows)
     now = changed(prices, task, layout, {})
     if not now.works or isinstance(found := prices.as_run(layout), str):
         return math.inf

@@ -88,11 +88,17 @@ def short(layout: Arrangement) -> str:
     parts += [f"EP {layout.ep}"] if layout.ep > 1 else []
     parts.append(data_text(layout))
     rest = [f"ZeRO-{layout.zero}{reshard_text(layout)}", f"micro-batch {layout.micro_batch_rows}"]
-    rest.append(f"recompute {layout.recompute}")
+    rest.append(recompute_text(layout))
     if layout.precision != "bf16":
         rest.append(layout.precision)
     rest += [f"offload {what}" for what in offloaded(layout)]
     return " x ".join(parts) + ", " + ", ".join(rest)
+
+
+def recompute_text(layout: Arrangement) -> str:
+    if layout.recompute == "every":
+        return f"recompute one block in {layout.recompute_every}"
+    return f"recompute {layout.recompute}"
 
 
 def data_text(layout: Arrangement) -> str:
