@@ -121,7 +121,7 @@ OUTPUT = {"quick", "top", "html", "write"}
 TASK = {"seq-len", "global-batch-tokens", "tokens"}
 BESIDE_A_METHOD = (
     OUTPUT - {"html", "write"}
-    | {"measured", "dry-run", "tokens"}
+    | {"measured", "tokens"}
     | LAYOUT - {*("tp", "max-tp", "recompute", "micro-batch", "headroom")}
 )
 QUESTIONS = {"validate", "zero-table", "method"}

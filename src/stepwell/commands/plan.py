@@ -137,23 +137,27 @@ def _model(asked: Asked, subject: Subject) -> int:
 def _print_json(answer: dict[str, Any], dry: Run | None, world: int, machines: Cluster) -> None:
     """One object, with what a dry run of `dry` counts."""
     if dry is not None:
-        from stepwell.commands import plan_dry_run
-
-        answer["dry_run"] = plan_dry_run.as_json(*plan_dry_run.count(dry, world, machines))
+        program = _dry_program(dry)
+        answer["dry_run"] = program.as_json(*program.count(dry, world, machines))
     print(json.dumps(answer))
 
 
 def _show_dry_run(dry: Run | None, world: int, machines: Cluster) -> None:
     if dry is not None:
-        from stepwell.commands import plan_dry_run
-
+        program = _dry_program(dry)
         sys.stdout.flush()
-        plan_dry_run.show(dry, world, machines)
+        print("\n".join(program.lines(*program.count(dry, world, machines))))
 
 
-def _gap(
-    asked: Asked, job: Job, config: ModelConfig | None, run: Run | None = None
-) -> Gap | None:
+def _dry_program(run: Run) -> Any:
+    """Of a method with several models, all of them; imports torch."""
+    from stepwell.commands import plan_dry_method, plan_dry_run
+
+    several = run.method.kind in plan_dry_method.METHODS and run.layout.pp == 1
+    return plan_dry_method if several else plan_dry_run
+
+
+def _gap(asked: Asked, job: Job, config: ModelConfig | None, run: Run | None = None) -> Gap | None:
     """Of what was measured: a number, a trace, or the folder of a run."""
     given = asked.get("measured")
     if given is None:
@@ -368,9 +372,13 @@ def _validate(asked: Asked) -> int:
 def _print(asked: Asked, answer: Any, assumed: Sequence[str] = ()) -> None:
     """As JSON, or in lines; first what nobody said of the model."""
     if asked.get("json"):
-        print(json.dumps({**answer.as_json(), **({"assumed": list(assumed)} if assumed else {})}))
+        print(json.dumps({**answer.as_json(), **_assumed_json(assumed)}))
     else:
         print("\n".join([*(f"assumed: {what}" for what in assumed), *answer.lines()]))
+
+
+def _assumed_json(assumed: Sequence[str]) -> dict[str, list[str]]:
+    return {"assumed": list(assumed)} if assumed else {}
 
 
 def _page(asked: Asked, answer: Searched | Review) -> None:
@@ -438,7 +446,18 @@ def _method(asked: Asked, subject: Subject) -> int:
         write_method(Path(asked.given["write"]), found, subject.config, machines)
     if "html" in asked.given:
         _method_page(asked, found)
-    _print(asked, found, subject.assumed)
+    dry = None
+    if asked.get("dry-run"):
+        from stepwell.plan.methods.recipes import recipe
+
+        dry = Run.parse(recipe(found, subject.config, "planned", "--dry-run"))
+    trainers = found.chosen.trainers if found.chosen is not None else 0
+    if asked.get("json"):
+        answer = {**found.as_json(), **_assumed_json(subject.assumed)}
+        _print_json(answer, dry, trainers, machines)
+    else:
+        _print(asked, found, subject.assumed)
+        _show_dry_run(dry, trainers, machines)
     return 0 if found.fits or found.nearest is not None else 1
 
 

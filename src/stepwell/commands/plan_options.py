@@ -163,7 +163,7 @@ def _question(asked: Asked) -> tuple[str, Collection[str]]:
         return "with --zero-table", ("zero-table", *OF_A_MODEL)
     if method != "pretrain":
         work = OF_SAMPLING if method in SAMPLED else OF_ROWS
-        output = ("html", "write")
+        output = ("html", "write", "dry-run")
         read = ("method", "lora-rank", *work, *output, *OF_A_MODEL, *OF_A_METHOD)
         return f"with --method {method}", read
     beside = (*OF_SAMPLING, "lora-rank", "validate", "zero-table")
@@ -187,8 +187,6 @@ def _instead(asked: Asked, name: str) -> str:
         return "; its rows are a prompt with an answer: --prompt-tokens, --answer-tokens, --prompts"
     if name in OF_SAMPLING:
         return f", which samples nothing; its rows are {' and '.join(f'--{n}' for n in OF_ROWS)}"
-    if name == "dry-run":
-        return "; a recipe of the method can be run dry: stepwell plan RECIPE --dry-run"
     if name in ("quick", "top"):
         return "; its text, --json and --html list the placements that fit"
     held = ", ".join(f"--{n}" for n in OF_A_METHOD)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,12 +39,29 @@ from stepwell.types import ConfigError
 FEW_BYTES = 256  # of messages that are left out where traffic is compared
 
 
+class Beside(NamedTuple):
+    """A model that is there beside the one that is trained first: frozen (no loss), or trained
+    after it with `loss`. whole: every rank has all of it."""
+
+    run: Run
+    loss: Loss | None = None
+    whole: bool = False
+
+
+class Held(NamedTuple):
+    """Bytes of a model that is there beside another one."""
+
+    parameters: int
+    gradients: int = 0
+    optimizer: int = 0
+
+
 @dataclass(frozen=True)
 class Counted:
     """One rank's step. parameters, gradients (when the step begins), optimizer: bytes of state.
     gathered, activations: when the first backward pass begins, weights that FSDP2 has handed out
     and all else that is held by then. peaks: the most that is held in each phase, state included.
-    issued: collectives; `group` is the axis."""
+    issued: collectives; `group` is the axis. beside: of other models that are there, by name."""
 
     rank: int
     pp_rank: int
@@ -56,6 +73,7 @@ class Counted:
     peaks: dict[str, int]
     issued: list[Issued] = field(default_factory=list)
     wall_s: float = 0.0
+    beside: dict[str, Held] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -185,11 +203,14 @@ def dry_run(
     loss: Loss | None = None,
     gpus_per_node: int = 8,
     num_micro_batches: int | None = None,
+    rows: Callable[[Run, int], Batch] | None = None,
+    beside: Mapping[str, Beside] | None = None,
 ) -> DryRun:
     """One step of `run` on `world` ranks, with full rows and a loss on every token.
 
     pp_ranks: which ranks of the pipeline (by default one of each kind). loss: by default the next
-    token's cross-entropy. num_micro_batches: instead of the run's own. layout.compile,
+    token's cross-entropy. num_micro_batches: instead of the run's own. rows: what so many rows are,
+    by default `full_rows`. beside: other models that are there. layout.compile,
     layout.deterministic and the adapters that lora.init names are left out.
 
     Raises ConfigError for an impossible layout and for optim.kind="adamw8bit", and TrainingError
@@ -219,8 +240,9 @@ def dry_run(
         rank = pp_rank * (world // axes.pp)
         answers.listen()
         with fake_ranks(run.layout, world, rank, gpus_per_node) as mesh, fake_device(answers):
-            batch = full_rows(run, m * run.train.micro_batch_rows)
-            found.append(count_step(run, mesh, batch, loss))
+            batch = (rows or full_rows)(run, m * run.train.micro_batch_rows)
+            others = {n: one._replace(run=_plain(one.run)) for n, one in (beside or {}).items()}
+            found.append(count_step(run, mesh, batch, loss, others))
     return DryRun(world, m, sorted(found, key=lambda rank: rank.pp_rank))
 
 
@@ -265,37 +287,75 @@ def stand_in(run: Run) -> Loss:
     return Loss(frozenset({"scores"}), token_count, fn)
 
 
-def count_step(run: Run, mesh: Mesh, batch: Batch, loss: Loss) -> Counted:
-    """A whole step of this rank, counted: the same on real ranks and on fake ones."""
+def count_step(
+    run: Run, mesh: Mesh, batch: Batch, loss: Loss, beside: Mapping[str, Beside] | None = None
+) -> Counted:
+    """A whole step of this rank, counted: the same on real ranks and on fake ones. Models beside it
+    that are trained take their step after it."""
     began = time.perf_counter()
-    engine = Engine(run, mesh=mesh)
-    state = [x for x in engine.optimizer.state_dict().values() if x.dim()]
-    parameters = [p for piece in engine.pieces for p in piece.parameters()]
+    others, engine = beside or {}, Engine(run, mesh=mesh)
+    engines = {name: _beside(one, mesh) for name, one in others.items()}
+    parameters, state = parameters_of(engine), state_of(engine)
     watch = Watch(lambda: gathered_weights(engine))
     watch.hold([*parameters, *state])
+    for one in engines.values():
+        watch.hold([*parameters_of(one), *state_of(one)])
     resting = watch.live
+    gradients: dict[str, int] = {}
     with watching(watch):
-        engine.forward_backward(batch, loss)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        gradient_bytes = bytes_of(gradients)
-        del gradients
-        watch.stepping = True
-        engine.optim_step()
+        gradient_bytes = _step(engine, batch, loss, watch)
+        for name, one in engines.items():
+            own = others[name].loss
+            gradients[name] = 0 if own is None else _step(one, batch, own, watch)
     moment = watch.after_forward
     assert moment is not None, "no backward pass began"
-    four_bits, _ = quantised_bytes(engine.pieces)
+    four_bits = {name: quantised_bytes(one.pieces)[0] for name, one in engines.items()}
+    own_bits, _ = quantised_bytes(engine.pieces)
+    all_bits = own_bits + sum(four_bits.values())
+    held = {
+        name: Held(
+            bytes_of(parameters_of(one)) + four_bits[name], gradients[name], bytes_of(state_of(one))
+        )
+        for name, one in engines.items()
+    }
     return Counted(
         rank=mesh.rank,
         pp_rank=mesh.place.pp,
-        parameters=bytes_of(parameters) + four_bits,
+        parameters=bytes_of(parameters) + own_bits,
         gradients=gradient_bytes,
         optimizer=bytes_of(state),
         gathered=moment.gathered,
         activations=moment.live - moment.gathered - resting,
-        peaks={phase: peak + four_bits for phase, peak in watch.peaks.items()},
+        peaks={phase: peak + all_bits for phase, peak in watch.peaks.items()},
         issued=by_axis(watch.issued, mesh),
         wall_s=time.perf_counter() - began,
+        beside=held,
     )
+
+
+def _beside(one: Beside, mesh: Mesh) -> Engine:
+    alone = Mesh(1, 0, 0, mesh.device)
+    return Engine(one.run, mesh=alone if one.whole else mesh, frozen=one.loss is None)
+
+
+def _step(engine: Engine, batch: Batch, loss: Loss, watch: Watch) -> int:
+    """The bytes of its gradients."""
+    watch.stepping = False
+    engine.forward_backward(batch, loss)
+    found = bytes_of(p.grad for p in parameters_of(engine) if p.grad is not None)
+    watch.stepping = True
+    engine.optim_step()
+    return found
+
+
+def parameters_of(engine: Engine) -> list[Tensor]:
+    return [p for piece in engine.pieces for p in piece.parameters()]
+
+
+def state_of(engine: Engine) -> list[Tensor]:
+    if engine.frozen:
+        return []
+    return [x for x in engine.optimizer.state_dict().values() if x.dim()]
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

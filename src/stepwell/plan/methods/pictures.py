@@ -108,7 +108,9 @@ def _held(one: Evaluated, role: str) -> dict[str, float]:
             CACHE: sampling.cache,
             ACTIVATIONS: sampling.workspace,
         }
-    held = {name: model.total - model.gradients for name, model in one.models.items()}
+    held: dict[str, float] = {
+        name: model.total - model.gradients for name, model in one.models.items()
+    }
     if sampling is not None and COPY in one.parts["sampling"]:
         held[COPY] = one.parts["sampling"][COPY]
     return held
