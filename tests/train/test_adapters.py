@@ -77,7 +77,7 @@ def test_only_adapters_change_have_state_and_are_saved(tmp_path, more):
     engine.save(tmp_path / "c", {}).wait()
     state = read_state(tmp_path / "c")
     assert state["optim"].keys() == wanted.keys()
-    assert state[RECORD]["base"]["fingerprint"] == engine.base
+    assert state[RECORD]["base"]["fingerprint"] == engine.model.base
     assert state[RECORD]["lora"]["rank"] == 3
     stored = dict(load_weights(tmp_path / "c", wanted))  # strict: nothing else is there
     same(stored, {name: after[name] for name in wanted})

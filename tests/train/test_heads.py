@@ -11,6 +11,7 @@ from stepwell.models.flops import count_parameters, parameter_shapes
 from stepwell.parallel.mesh import init_distributed
 from stepwell.train import checkpoint
 from stepwell.train.engine import Engine
+from stepwell.train.forward import forward
 from stepwell.train.losses import (
     Loss,
     LossSums,
@@ -116,7 +117,7 @@ def test_a_score_is_the_last_hidden_state_times_its_weight():
     engine = Engine(run_of())
     rows = global_batch()
     needs = frozenset({"hidden"})
-    outputs = engine._forward(rows, needs, 1.0, engine.decoder, None)
+    outputs = forward(engine.decoder, None, rows, engine.run, engine.mesh, needs, 1.0)
     weight_CD = dict(engine.named_parameters())["score.weight"]
     wanted = torch.where(rows.weights_BT[..., None] != 0, outputs.hidden_BTD @ weight_CD.t(), 0)
     torch.testing.assert_close(engine.scores(rows), wanted.float().detach())

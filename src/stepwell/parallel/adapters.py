@@ -9,6 +9,7 @@ its stage's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,6 +34,7 @@ from stepwell.models.lora_shapes import (
 )
 from stepwell.models.quantize import dequantise_nf4, quantise_nf4
 from stepwell.models.transformer import Decoder
+from stepwell.parallel.context import local_tokens
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.parallel.init import Rule, init_parameter
 from stepwell.parallel.mesh import Mesh
@@ -213,8 +215,13 @@ def _whole(tensor: Tensor) -> Tensor:
 # --- dropout -------------------------------------------------------------------------------------
 
 
-def dropout_keys(batch: Batch, seed: int, step: int) -> Tensor:
-    """int64 (B, T): what a step's dropout knows the tokens of full rows by."""
+def local_dropout_keys(batch: Batch, run: Run, step: int, mesh: Mesh) -> Tensor | None:
+    """int64 (N,): what a step's dropout knows this rank's tokens of full rows by; None without
+    dropout."""
+    if not run.lora.rank or not run.lora.dropout:
+        return None
     tokens_N, places_N = batch.tokens_BT.cpu().flatten(), batch.positions_BT.cpu().flatten()
-    keys_N = token_keys(tokens_N, places_N, batch.cu_seqlens(), seed, step)
-    return keys_N.view_as(batch.tokens_BT)
+    keys_N = token_keys(tokens_N, places_N, batch.cu_seqlens(), run.train.seed, step)
+    keys_BT = keys_N.view_as(batch.tokens_BT)
+    mine = local_tokens(replace(batch, extra={KEYS: keys_BT}), mesh)
+    return mine.extra[KEYS].flatten().to(mesh.device)

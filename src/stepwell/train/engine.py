@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +20,35 @@ from stepwell import generate as sampler
 from stepwell.config import Run
 from stepwell.data.batch import Batch
 from stepwell.models.decode import DecodeWeights
-from stepwell.models.layers import EVERY
-from stepwell.models.lora import LoraLinear, without_adapters
-from stepwell.models.lora_shapes import is_adapter
-from stepwell.models.neftune import Noise
-from stepwell.models.transformer import Decoder, ForwardOptions, Piece, init_rule
+from stepwell.models.lora import without_adapters
+from stepwell.models.transformer import Decoder
 from stepwell.parallel import adapters
-from stepwell.parallel.apply import parallelize
-from stepwell.parallel.context import (
-    context_ranks,
-    gather_outputs,
-    gather_tokens,
-    local_tokens,
-)
+from stepwell.parallel.context import gather_outputs, gather_tokens, local_tokens
 from stepwell.parallel.embedding_noise import embedding_noise
 from stepwell.parallel.fp8_layers import fp8_linears
 from stepwell.parallel.fsdp import DTYPES, begin_micro_batch
-from stepwell.parallel.init import Rule, init_parameters, normal_
 from stepwell.parallel.lever_rules import check_host
 from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.parallel.offload import ActivationOffload
-from stepwell.parallel.pipeline import Pipeline, check_halves, full_shapes, pieces_of
+from stepwell.parallel.pipeline import check_halves
 from stepwell.parallel.precision import delayed_scaling, loss_scale, unscale, without_fp8
 from stepwell.parallel.rules import check_run
-from stepwell.parallel.schedules import ZERO_BUBBLE
-from stepwell.parallel.shared_prompts import first_queries, shared_prompts
 from stepwell.tokenizer import Tokenizer
 from stepwell.train import checkpoint
-from stepwell.train.adapters import (
-    RECORD,
-    Fingerprint,
-    check_record,
-    drawn_fingerprint,
-    load_adapter,
-    record_of,
-    resolve_adapter,
-    seen_by,
-)
-from stepwell.train.global_batch import (
-    Stats,
-    Tally,
-    global_counts,
-    global_stats,
-    keeps_logits,
-    split_rows,
-)
+from stepwell.train.adapters import RECORD, check_record, record_of, resolve_adapter
+from stepwell.train.forward import forward, tokens_between_blocks
+from stepwell.train.global_batch import Stats, Tally, global_counts, global_stats, split_rows
 from stepwell.train.guard import TAKEN, Guard, Verdict
 from stepwell.train.heap import keep_freed_memory
 from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss
 from stepwell.train.optim import Optimizer, build_optimizer, clip, grad_norm, set_lr
+from stepwell.train.pieces import Pieces
 from stepwell.train.release import GradientRelease
 from stepwell.train.schedule import lr_fraction
 from stepwell.train.shadow import compare
 from stepwell.train.update_norm import predicted_update_norm
-from stepwell.types import CheckpointError, Completion, TrainingError
+from stepwell.types import Completion, TrainingError
 
 
 @dataclass(frozen=True)
@@ -127,23 +101,14 @@ class Engine:
         if run.layout.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
             torch.use_deterministic_algorithms(True)
-        self.pieces, self.pipeline = [], None
-        if run.layout.pp == 1:
-            self.pieces = [self._build(None)]
-        else:
-            places = pieces_of(run.model, run.layout, self.mesh.place.pp)
-            self.pieces = [self._build(place) for place in places]
-            self.pipeline = Pipeline(self.pieces, self.mesh, run)
+        self.model = Pieces(run, self.mesh, frozen)
+        self.pieces, self.pipeline = self.model.decoders, self.model.pipeline
         self._optimizer: Optimizer | HostOptimizer | None = None
         if not frozen:
             build = HostOptimizer if run.offload.optimizer else build_optimizer
             self._optimizer = build(self.named_parameters(), run.optim)
-        self.base = drawn_fingerprint(run)
         if weights is None:
-            for piece in self.pieces:
-                init_parameters(piece, run.train.seed, self._init_rule)
-            self._draw_quantised()
-            self._start_adapters()
+            self.model.draw()
             self._weights_changed()
         else:
             self.load_weights(weights)
@@ -166,21 +131,10 @@ class Engine:
         self._last_loss: float | None = None
         self._snapshot: sampler.Snapshot | None = None
 
-    def _build(self, piece: Piece | None) -> Decoder:
-        with torch.device("meta"):
-            precision = self.run.precision
-            dtype = DTYPES[precision.compute if self.frozen else precision.param]
-            decoder = Decoder(self.run.model, piece).to(dtype).requires_grad_(not self.frozen)
-            adapters.add_adapters(decoder, self.run)
-        parallelize(decoder, self.mesh, self.run)
-        return decoder
-
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters (shards) under their global names; of parameters that two ends of
         a pipeline share, the first one's."""
-        if self.pipeline is not None:
-            return ((name, parameter) for _, name, parameter in self.pipeline.named_parameters())
-        return (pair for piece in self.pieces for pair in piece.named_parameters())
+        return self.model.named_parameters()
 
     @property
     def optimizer(self) -> Optimizer | HostOptimizer:
@@ -218,11 +172,13 @@ class Engine:
         tally = Tally(torch.zeros((), dtype=torch.float64, device=self.mesh.device))
 
         def objective(piece: Decoder, inputs: Tensor | None, i: int) -> Tensor:
-            micro = micro_batches[i]
-            keys_N, noise = self._dropout_keys(micro), None
+            micro, run, mesh = micro_batches[i], self.run, self.mesh
+            keys_N, noise = adapters.local_dropout_keys(micro, run, self.step, mesh), None
             if inputs is None:
-                noise = embedding_noise(micro, self.run, self.step, self.mesh)
-            outputs = self._forward(micro, loss.needs, temperature, piece, inputs, keys_N, noise)
+                noise = embedding_noise(micro, run, self.step, mesh)
+            outputs = forward(
+                piece, inputs, micro, run, mesh, loss.needs, temperature, keys_N, noise
+            )
             if not piece.piece.last:
                 return outputs
             mine = local_tokens(micro_batches[i], self.mesh)
@@ -243,7 +199,7 @@ class Engine:
 
         num_micro = len(micro_batches)
         if self.pipeline is not None:
-            num_tokens = self._num_tokens(micro_batches[0])
+            num_tokens = tokens_between_blocks(micro_batches[0], self.mesh)
             self.pipeline.forward_backward(num_micro, num_tokens, objective)
         else:
             for i in range(num_micro):
@@ -367,14 +323,15 @@ class Engine:
         parts: dict[int, Tensor] = {}
 
         def score(piece: Decoder, inputs: Tensor | None, i: int) -> Any:
-            outputs = self._forward(micro_batches[i], needs, temperature, piece, inputs)
+            micro = micro_batches[i]
+            outputs = forward(piece, inputs, micro, self.run, self.mesh, needs, temperature)
             if piece.piece.last:
                 found = next(value for value in outputs if value is not None)
-                parts[i] = gather_tokens(found.float(), micro_batches[i], self.mesh)
+                parts[i] = gather_tokens(found.float(), micro, self.mesh)
             return outputs
 
         if self.pipeline is not None:
-            num_tokens = self._num_tokens(micro_batches[0])
+            num_tokens = tokens_between_blocks(micro_batches[0], self.mesh)
             self.pipeline.forward(len(micro_batches), num_tokens, score)
             known = self.pipeline.has_last
             scored = torch.cat([parts[i] for i in sorted(parts)]) if known else None
@@ -405,7 +362,7 @@ class Engine:
         if self._snapshot is None or self._snapshot.version != self.updates:
             self._snapshot = None  # the copy of before goes first, unless it is still sampled from
             dtype = DTYPES[self.run.precision.compute]
-            packed = DecodeWeights.pack(self.run.model, self._merged_tensors(), dtype)
+            packed = DecodeWeights.pack(self.run.model, self.model.merged_tensors(), dtype)
             self._snapshot = sampler.Snapshot(packed, self.updates)
         return self._snapshot
 
@@ -425,7 +382,7 @@ class Engine:
 
         merged: of a run with adapters, those of the plain model that base and adapters make; else
         both apart, a base in 4 bits restored."""
-        pairs = self._merged_tensors() if merged else self._full_tensors()
+        pairs = self.model.merged_tensors() if merged else self.model.full_tensors()
         for name, full in pairs:
             yield name, full.detach().to(dtype or full.dtype, copy=True)
 
@@ -433,30 +390,7 @@ class Engine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copies full tensors into the (sharded) parameters; strict both ways. Adapters begin anew
         over them, or at `lora.init`."""
-        parameters, fingerprint = dict(self.named_parameters()), Fingerprint()
-        quantised = self._quantised_layers()
-        shapes = full_shapes(self.run.model)
-        missing = set(shapes)
-        if self.run.lora.rank:
-            weights = seen_by(fingerprint, weights, self.run.lora)
-        for name, tensor in weights:
-            if name not in shapes:
-                raise CheckpointError(f"the weights have {name!r}, which the model has not")
-            if tensor.shape != shapes[name]:
-                raise CheckpointError(
-                    f"{name} has shape {tuple(tensor.shape)} in the weights but "
-                    f"{tuple(shapes[name])} in the model"
-                )
-            missing.discard(name)
-            if name in quantised:
-                adapters.set_quantised(quantised[name], name, tensor, self.run, self.mesh)
-            elif name in parameters:  # else another pipeline stage's
-                adapters.copy_full(parameters[name], tensor)
-        if missing:
-            raise CheckpointError(f"the weights lack {sorted(missing)[:5]}")
-        if self.run.lora.rank:
-            self.base = fingerprint.value
-        self._start_adapters()
+        self.model.load(weights)
         self._weights_changed()
 
     def save(self, path: str | Path, extra: dict[str, Any]) -> checkpoint.SaveHandle:
@@ -475,7 +409,7 @@ class Engine:
             "extra": extra,
         }
         if self.run.lora.rank:
-            state[RECORD] = record_of(self.run, self.base)
+            state[RECORD] = record_of(self.run, self.model.base)
         return checkpoint.save_checkpoint(
             Path(path),
             self._trained_parameters(),
@@ -492,7 +426,7 @@ class Engine:
         """
         path = Path(path)
         verified = checkpoint.verified_state(path, self.mesh)
-        check_record(path, verified, self.run, self.base)
+        check_record(path, verified, self.run, self.model.base)
         state = checkpoint.load_checkpoint(
             path,
             self._trained_parameters(),
@@ -521,48 +455,6 @@ class Engine:
     def _trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """What a checkpoint holds: all parameters, or the adapters."""
         return {name: p for name, p in self.named_parameters() if p.requires_grad}
-
-    def _full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        if self.pipeline is not None:
-            return self.pipeline.iter_full(adapters.all_shapes(self.run))
-        return adapters.full_tensors(self.decoder)
-
-    def _merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._full_tensors()
-        return adapters.merged(pairs, self.run.lora) if self.run.lora.rank else pairs
-
-    def _init_rule(self, name: str, shape: torch.Size) -> Rule:
-        if is_adapter(name):
-            return adapters.adapter_rule(name, shape)
-        return init_rule(self.run.model, name)
-
-    def _quantised_layers(self) -> dict[str, LoraLinear]:
-        """Name of the weight -> layer that has it in 4 bits."""
-        if self.run.lora.quantize == "none":
-            return {}
-        found = (pair for piece in self.pieces for pair in adapters.adapted(piece))
-        return {f"{name}.weight": layer for name, layer in found}
-
-    def _draw_quantised(self) -> None:
-        for name, layer in self._quantised_layers().items():
-            weight_MD = torch.empty(layer.out_features, layer.in_features, device=self.mesh.device)
-            normal_(weight_MD, self.run.train.seed, name, init_rule(self.run.model, name)[1])
-            adapters.set_quantised(layer, name, weight_MD, self.run, self.mesh)
-
-    def _start_adapters(self) -> None:
-        if self.run.lora.rank:
-            adapters.init_adapters(self.pieces, self.run.train.seed)
-            adapters.reset_magnitudes(self.pieces)
-            if self.run.lora.init is not None:
-                load_adapter(self.run, self.named_parameters(), self.base)
-
-    def _dropout_keys(self, micro: Batch) -> Tensor | None:
-        """What the adapters' dropout of the step at hand knows this rank's tokens by."""
-        if not self.run.lora.rank or not self.run.lora.dropout:
-            return None
-        keys_BT = adapters.dropout_keys(micro, self.run.train.seed, self.step)
-        mine = local_tokens(replace(micro, extra={adapters.KEYS: keys_BT}), self.mesh)
-        return mine.extra[adapters.KEYS].flatten().to(self.mesh.device)
 
     def _lr_fraction(self) -> float:
         """Of every peak learning rate, for the step at hand."""
@@ -622,58 +514,6 @@ class Engine:
                 "optim_step() before the next one"
             )
         set_lr(self.optimizer, self._lr_fraction())
-
-    def _forward(
-        self,
-        micro: Batch,
-        needs: frozenset[str],
-        temperature: float,
-        piece: Decoder,
-        inputs: Tensor | None,
-        keys_N: Tensor | None = None,
-        noise: Noise | None = None,
-    ) -> Any:
-        """What a piece makes of the tokens, or of the x_ND that it is given: x_ND, or TokenOutputs
-        from the last one."""
-        dtype = DTYPES[self.run.precision.compute]
-        cp, device = context_ranks(micro, self.mesh, self.run.layout), self.mesh.device
-        cu_seqlens, shared = shared_prompts(micro, micro.cu_seqlens(), self.run, device)
-        micro = local_tokens(micro, self.mesh)
-        num_tokens = micro.tokens_BT.numel()
-        active = micro.weights_BT.flatten().nonzero().flatten()
-        firsts = EVERY
-        if cp is None and device.type == "cpu":  # elsewhere no kernel leaves anything out
-            firsts = first_queries(cu_seqlens, micro.docs_BT >= 0, active, shared)
-        options = ForwardOptions(
-            needs=needs,
-            dtype=dtype,
-            chunk_tokens=self.run.loss.chunk_tokens,
-            keep_logits=keeps_logits(self.run, self.mesh, active.numel()),
-            temperature=temperature,
-            compiled=self.run.layout.compile,
-            scaled=self.run.precision.fp8.recipe != "none",
-            in_halves=self.run.layout.pp_schedule in ZERO_BUBBLE,
-            tp=self.mesh.tp_group,
-            cp=cp,
-            keys_N=keys_N,
-            noise=noise,
-            shared=shared,
-            firsts=firsts,
-        )
-        if self.run.layout.compile:  # the number of documents changes from batch to batch
-            torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        return piece(
-            micro.tokens_BT.to(device) if inputs is None else inputs,
-            micro.positions_BT.to(device),
-            cu_seqlens.to(device),
-            micro.targets_BT.to(device),
-            None if active.numel() == num_tokens else active.to(device),
-            options,
-        )
-
-    def _num_tokens(self, micro: Batch) -> int:
-        """N: the tokens of a micro-batch that this rank has between two blocks."""
-        return micro.tokens_BT.numel() // (self.mesh.sizes.cp * self.mesh.sizes.tp)
 
 
 def frozen_run(run: Run) -> Run:
