@@ -86,7 +86,8 @@ def is_bounded(formula: str) -> bool:
     for tower in TOWER.findall(flat):
         *bases, exponent = [int(number[:9]) for number in tower.split("^")]
         for base in reversed(bases):
-            if exponent * math.log10(max(base, 2)) > MOST_DIGITS:
+            # Not the product, for which an exponent may be too long.
+            if exponent > MOST_DIGITS / math.log10(max(base, 2)):
                 return False
             exponent = base**exponent
     numbers = [int(number[:9]) for number in FACTORIAL.findall(flat)]
