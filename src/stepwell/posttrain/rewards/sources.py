@@ -86,7 +86,7 @@ def _exact() -> Scorer:
 
 
 def _overlong(source: str, detail: str) -> Scorer:
-    from stepwell.posttrain.verifiers.shape import policy_tokens, soft_overlong
+    from stepwell.posttrain.verifiers.shape import soft_overlong
 
     limit, cache = _whole_numbers(source, detail, 2, "overlong:LIMIT:CACHE, e.g. overlong:1024:256")
     if not 0 < cache <= limit:
@@ -95,7 +95,7 @@ def _overlong(source: str, detail: str) -> Scorer:
             f"{limit}; the nearest legal value is {min(max(cache, 1), limit)}"
         )
     return Scorer(
-        _each(lambda _, c: Verdict(soft_overlong(policy_tokens(c), limit, cache))), is_penalty=True
+        _each(lambda _, c: Verdict(soft_overlong(sum(c.mask), limit, cache))), is_penalty=True
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from stepwell.types import Completion
-
 
 def soft_overlong(num_tokens: int, limit: int, cache: int) -> float:
     """0 up to limit - cache tokens, then down linearly to -1 at the limit (DAPO, 2503.14476,
@@ -12,13 +10,6 @@ def soft_overlong(num_tokens: int, limit: int, cache: int) -> float:
     if over <= 0:
         return 0.0
     return -1.0 if num_tokens >= limit else -over / cache
-
-
-def policy_tokens(completion: Completion) -> int:
-    """What the policy itself has written, without an environment's turns."""
-    if completion.from_policy is None:
-        return len(completion.token_ids)
-    return sum(completion.from_policy)
 
 
 def repeated_share(text: str, size: int) -> float:
