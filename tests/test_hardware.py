@@ -97,6 +97,19 @@ def test_detect_describes_this_machine():
     assert hardware.software_versions()["torch"] == torch.__version__
 
 
+def test_the_kind_of_device_is_known_without_torch(monkeypatch):
+    assert hardware.device_kind() == detect().kind
+    monkeypatch.setattr(hardware.metadata, "version", lambda name: "2.11.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    has = hardware._num_nvidia_devices()
+    assert hardware.device_kind() == ("cuda" if has else "cpu")
+    monkeypatch.setattr(hardware, "_num_nvidia_devices", lambda: 2)
+    assert hardware.device_kind() == "cuda"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert hardware.device_kind() == "cpu"
+
+
 def test_fp64_is_measured_on_any_device(cache):
     peak, source = peak_flops_per_s(Device("cpu", "x", 1, 1, accelerator("h100-sxm")), "fp64")
     assert peak > 1e6

@@ -6,6 +6,7 @@ Stas Bekman's "Machine Learning Engineering" (compute/accelerator) unless the ro
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -13,8 +14,9 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from stepwell.files import write_text
 from stepwell.types import ConfigError, nearest
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GIB = 2**30
+DeviceKind = Literal["cpu", "cuda"]
 TERA = 1e12
 
 
@@ -163,7 +166,7 @@ class Device:
     """kind: "cuda" or "cpu". num_threads: torch's intra-op threads (CPU). memory_bytes: what one
     process may use at most (the cgroup's limit counts)."""
 
-    kind: str
+    kind: DeviceKind
     name: str
     memory_bytes: int
     num_threads: int
@@ -184,6 +187,27 @@ def detect() -> Device:
         name = properties.name
         return Device("cuda", name, properties.total_memory, 1, match_accelerator(name))
     return Device("cpu", cpu_name(), cpu_memory_bytes(), torch.get_num_threads())
+
+
+def device_kind() -> DeviceKind:
+    """Of `detect`, without importing torch: what its build and the driver say."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    if hidden or metadata.version("torch").endswith("+cpu"):
+        return "cpu"
+    return "cuda" if _num_nvidia_devices() else "cpu"
+
+
+def _num_nvidia_devices() -> int:
+    """By NVIDIA's management library, which makes no context; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    driver.nvmlShutdown()
+    return count.value
 
 
 def peak_flops_per_s(device: Device, dtype: str) -> tuple[float, str]:

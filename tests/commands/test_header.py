@@ -12,6 +12,7 @@ from stepwell.cli import main
 from stepwell.commands.header import header_text, parts_text, plan_of, size_text
 from stepwell.commands.ranks import Ranks
 from stepwell.config import Run
+from stepwell.hardware import device_kind
 from stepwell.models.flops import count_parameters
 from stepwell.models.lora_shapes import adapter_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
@@ -39,15 +40,18 @@ def test_a_pretraining_run():
     text = header_text(run)
     assert f"x: {count_parameters(run.model).total:,} parameters (llama), bf16, adamw" in text
     assert "200 steps of 12,288 tokens (24 rows of 512) = 2,457,600 tokens" in text
-    assert size_text(predict_memory(run).peak_bytes) in text
+    assert size_text(predict_memory(run, device=device_kind()).peak_bytes) in text
     assert "rank" not in text
 
 
 def test_ranks_need_less_each():
     run = Run.parse({}, {"model.d_model": 1024, "model.num_layers": 12})
-    assert predict_memory(run, 4).peak_bytes < predict_memory(run).peak_bytes
+    assert (
+        predict_memory(run, 4, device=device_kind()).peak_bytes
+        < predict_memory(run, device=device_kind()).peak_bytes
+    )
     text = header_text(run, Ranks(4, grouped=True))
-    assert size_text(predict_memory(run, 4).peak_bytes) in text
+    assert size_text(predict_memory(run, 4, device=device_kind()).peak_bytes) in text
     assert "on each of 4 ranks" in text
 
 
@@ -88,7 +92,7 @@ def test_what_the_layout_is_and_what_it_keeps_where():
         "  recomputation every 3, fp8 tensorwise, offload of optimizer and activations, "
         "blocks compiled\n" in text
     )
-    host = predict_memory(run).host
+    host = predict_memory(run, device=device_kind()).host
     assert f"offload.optimizer {size_text(host['optimizer'])}" in text
     assert f"offload.activations {size_text(host['activations'])}" in text
     assert "recomputation" not in header_text(four())

@@ -388,6 +388,28 @@ def test_a_dry_run_in_json_is_part_of_the_one_answer(capsys):
     assert "micro-batches on pipeline ranks 0" in err
 
 
+@pytest.mark.parametrize("chunk", [64, 1024])
+def test_the_memory_of_a_plan_is_that_of_its_dry_run(capsys, chunk):
+    words = ["--model.num_layers", "1", "--model.vocab_size", "32000", "--loss.chunk_tokens", chunk]
+    words += [
+        "--train.micro_batch_rows",
+        "1",
+        "--data.seq_len",
+        "1024",
+        "--model.max_seq_len",
+        1024,
+    ]
+    words += ["--gpus", "1", "--quick", "--dry-run", "--json"]
+    code, out, err = run(capsys, "quickstart-pretrain", *map(str, words))
+    assert code == 0, err
+    found = json.loads(out)
+    beside = ("fragmentation", "driver and libraries", "communicators")
+    planned = sum(n for item, n in found["memory/items"].items() if item not in beside)
+    rows = {one["item"]: one for one in found["dry_run"]["predicted_and_counted"]}
+    assert planned == rows["peak"]["predicted"]
+    assert planned == pytest.approx(rows["peak"]["counted"], rel=0.1)
+
+
 def test_a_table_of_runs_is_scored(capsys, tmp_path):
     code, _, err = run(capsys, "--validate", str(tmp_path / "none.csv"))
     assert code == 3

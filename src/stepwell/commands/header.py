@@ -8,6 +8,7 @@ from typing import Any
 
 from stepwell.commands.ranks import Ranks, layout_text
 from stepwell.config import Run
+from stepwell.hardware import DeviceKind, device_kind
 from stepwell.models.flops import count_parameters
 from stepwell.models.lora_shapes import trained_shapes
 from stepwell.parallel.lever_rules import share_in_8_bits
@@ -22,11 +23,12 @@ from stepwell.train.curriculum import low_rate_warnings, shares_of
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
-def header_text(run: Run, ranks: Ranks | None = None) -> str:
+def header_text(run: Run, ranks: Ranks | None = None, device: DeviceKind | None = None) -> str:
     """Parameters, work, layout and predicted memory of each of the ranks, by default of a single
-    process. The parts of the memory add up to the total, in the unit that it is shown in."""
-    ranks = ranks or Ranks()
-    ledger = predict_memory(run, ranks.world, ranks.grouped)
+    process. device: what they are on, by default as training would be on this machine. The parts of
+    the memory add up to the total, in the unit that it is shown in."""
+    ranks, device = ranks or Ranks(), device or device_kind()
+    ledger = predict_memory(run, ranks.world, ranks.grouped, device=device)
     lines = [
         f"{run.name}: {count_parameters(run.model).total:,} parameters ({run.model.family}"
         f"{trained_text(run)}), {run.precision.compute}, {run.optim.kind}",
@@ -37,15 +39,16 @@ def header_text(run: Run, ranks: Ranks | None = None) -> str:
     if levers := levers_of(run):
         lines.append("  " + ", ".join(f"{name} {value}" for name, value in levers.items()))
     lines += stage_lines(run)
-    lines += memory_lines(run, ranks, ledger)
+    lines += memory_lines(run, ranks, ledger, device)
     lines += model_lines(models_of(run, ranks))
     return "\n".join(lines)
 
 
-def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
+def plan_of(run: Run, ranks: Ranks, device: DeviceKind | None = None) -> dict[str, Any]:
     """`header_text` as values; sizes in bytes."""
     sizes, layout = axis_sizes(run.layout, ranks.world), run.layout
-    ledger = predict_memory(run, ranks.world, ranks.grouped)
+    device = device or device_kind()
+    ledger = predict_memory(run, ranks.world, ranks.grouped, device=device)
     pipeline = None
     if sizes.pp > 1:
         pipeline = {
@@ -71,6 +74,7 @@ def plan_of(run: Run, ranks: Ranks) -> dict[str, Any]:
         "stages": [shares._asdict() for shares in shares_of(run)],
         "warnings": low_rate_warnings(run),
         "memory": {
+            "device": device,
             "peak_bytes": ledger.peak_bytes,
             "phase": ledger.phase,
             "pp_rank": ledger.pp_rank,
@@ -178,7 +182,7 @@ def offloaded(run: Run) -> list[str]:
     return [key for key, on in run.offload.model_dump().items() if on]
 
 
-def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger) -> list[str]:
+def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger, device: DeviceKind) -> list[str]:
     sizes = axis_sizes(run.layout, ranks.world)
     each = f" on each of {ranks.world} ranks" if ranks.world > 1 else ""
     if sizes.pp > 1:
@@ -186,9 +190,10 @@ def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger) -> list[str]:
     items = {
         name: ledger.items.named()[item] for name, item in item_names(run, ranks, sizes).items()
     }
+    where = "a CPU" if device == "cpu" else "a GPU"
     lines = [
         f"  predicted memory, at the highest point of a step: {size_text(ledger.peak_bytes)}{each}",
-        f"    {parts_text(items)} ({ledger.phase} phase)",
+        f"    {parts_text(items)} ({ledger.phase} phase, on {where})",
     ]
     if ledger.host:
         kinds = ", ".join(f"offload.{key} {size_text(n)}" for key, n in ledger.host.items())

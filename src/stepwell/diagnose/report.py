@@ -19,6 +19,7 @@ from stepwell.config import Run
 from stepwell.diagnose import charts
 from stepwell.diagnose.rollouts import Changes, Line, headline_lines, read_changes, said
 from stepwell.files import write_text
+from stepwell.hardware import device_kind
 from stepwell.metrics import clock_text, read_events, read_lines, read_metrics, series
 from stepwell.plan.memory.ledger import predict_memory
 from stepwell.types import DataError, StepwellError
@@ -329,7 +330,7 @@ def _curve(line: Line) -> Curve:
 
 def _predicted(run: Run) -> dict[str, float]:
     """The items of one process's training step at its highest point."""
-    items = asdict(predict_memory(run).items)
+    items = asdict(predict_memory(run, device=device_kind()).items)
     return {"peak of a step": sum(items.values()), **{k: v for k, v in items.items() if v}}
 
 

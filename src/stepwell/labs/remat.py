@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepwell.config import Run
-from stepwell.data.batch import Batch
-from stepwell.hardware import measure_peak_allocated
+from stepwell.hardware import device_kind, measure_peak_allocated
 from stepwell.models.activations import block_bytes
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.remat import dtype_bytes, recomputed
@@ -130,7 +129,8 @@ def _one(mode: str, num_blocks: int) -> dict[str, Any]:
 def _predicted_bytes(run: Run) -> int:
     """Of a step's second micro-batch, above weights, moments and gradients."""
     rows = {"global_batch_rows": 2 * run.train.global_batch_rows}
-    ledger = predict_memory(run.model_copy(update={"train": run.train.model_copy(update=rows)}))
+    twice = run.model_copy(update={"train": run.train.model_copy(update=rows)})
+    ledger = predict_memory(twice, device=device_kind())
     return ledger.peak_bytes - ledger.resting_bytes - ledger.gradient_bytes
 
 

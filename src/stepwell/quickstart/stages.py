@@ -333,7 +333,7 @@ def memory_result(run: Run) -> dict[str, Any]:
     """Predicted against measured memory: one training step of a fresh engine, counted."""
     from stepwell.data.loader import pretrain_stream
     from stepwell.data.store import TokenStore
-    from stepwell.hardware import live_tensor_bytes, measure_peak_allocated
+    from stepwell.hardware import device_kind, live_tensor_bytes, measure_peak_allocated
     from stepwell.plan.memory.ledger import predict_memory
     from stepwell.train.engine import Engine
     from stepwell.train.losses import cross_entropy
@@ -350,7 +350,7 @@ def memory_result(run: Run) -> dict[str, Any]:
     parameters = list(engine.decoder.parameters())
     resting = live_tensor_bytes([*parameters, *engine.optimizer.state_dict().values()])
     above = measure_peak_allocated(step)
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device=device_kind())
     return {
         "memory": {
             "weights and optimiser": [ledger.resting_bytes, resting],

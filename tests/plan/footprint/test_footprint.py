@@ -101,7 +101,7 @@ def run_of(preset: str, overrides: dict, world: int) -> Run:
 def compare(run: Run, world: int) -> None:
     known = job_of(run, world, H100)
     for pp_rank in range(run.layout.pp):
-        ledger = predict_rank(run, world, pp_rank, accelerator=True)
+        ledger = predict_rank(run, world, pp_rank, device="cuda")
         found = footprint(known, pp_rank, NOTHING)
         assert found.allocated == pytest.approx(ledger.peak_bytes, rel=0.03)
         block = block_of(known.dims, known.layout)
@@ -110,7 +110,7 @@ def compare(run: Run, world: int) -> None:
         state = ledger.by_phase["optimizer"]
         assert sum(step.values()) == pytest.approx(state, rel=0.03, abs=1e6)
         moment = moments["loss" if "loss" in ledger.by_phase else "backward"]
-        phase = predict_rank(run, world, pp_rank, accelerator=True).by_phase
+        phase = predict_rank(run, world, pp_rank, device="cuda").by_phase
         exact = phase["loss" if "loss" in phase else "backward"] - ledger.resting_bytes
         resting = sum(moment.get(k, 0) for k in ("parameters", "masters", "optimizer"))
         assert sum(moment.values()) - resting == pytest.approx(exact, rel=0.10)
@@ -135,7 +135,7 @@ def test_it_agrees_for_other_models(preset, name):
 def test_host_memory_is_what_offload_says():
     for lever in ("optimizer", "parameters"):
         run = run_of("llama3-8b", {f"offload.{lever}": True}, 8)
-        exact = sum(predict_rank(run, 8, 0).host.values())
+        exact = sum(predict_rank(run, 8, 0, device="cuda").host.values())
         assert sum(footprint(job_of(run, 8, H100)).host.values()) == pytest.approx(exact, rel=0.03)
 
 

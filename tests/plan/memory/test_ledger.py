@@ -171,7 +171,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_is_predicted_within_10_percent(name):
     run = CASES[name]
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_step(run), rel=0.10)
 
@@ -179,7 +179,7 @@ def test_the_peak_is_predicted_within_10_percent(name):
 @pytest.mark.parametrize("name", ["small", "wide, large vocabulary", "accumulating"])
 def test_an_engine_step_is_predicted_within_10_percent(name):
     run = CASES[name]
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
@@ -199,9 +199,9 @@ REMAT = {
 def test_recomputation_is_predicted_within_10_percent(mode, compute):
     plain = run_of(rows=8, num_layers=6, vocab_size=512, num_kv_heads=4, d_ff=512, compute=compute)
     run = Run.parse({**plain.model_dump(exclude_none=True), "remat": REMAT[mode]})
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     predicted = ledger.peak_bytes - ledger.resting_bytes
-    assert ledger.peak_bytes < predict_memory(plain).peak_bytes
+    assert ledger.peak_bytes < predict_memory(plain, device="cpu").peak_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
 
@@ -228,7 +228,7 @@ EIGHT_BITS = {
 def test_8_bits_are_predicted_within_10_percent(name):
     plain = run_of(rows=2, seq_len=256, micro_batches=2, num_layers=6, vocab_size=1024)
     run = Run.parse(plain.model_dump(exclude_none=True), EIGHT_BITS[name])
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
@@ -241,7 +241,7 @@ def test_a_layer_in_8_bits_saves_what_is_predicted():
             run = run_of(num_layers=num_layers, vocab_size=256)
             run = Run.parse(run.model_dump(), {"precision.fp8.recipe": recipe})
             per_layer.append(bytes_saved(Engine(run), run))
-        found = predict_memory(run).activations_per_layer_bytes
+        found = predict_memory(run, device="cpu").activations_per_layer_bytes
         assert per_layer[1] - per_layer[0] == pytest.approx(found, rel=0.001), recipe
 
 
@@ -263,8 +263,8 @@ def test_released_gradients_are_predicted_within_10_percent():
     run = Run.parse(
         plain, {"optim.release_gradients": True, "optim.clip_norm": 0.0, "guard.action": "none"}
     )
-    ledger = predict_memory(run)
-    assert ledger.peak_bytes < predict_memory(CASES["few tokens"]).peak_bytes
+    ledger = predict_memory(run, device="cpu")
+    assert ledger.peak_bytes < predict_memory(CASES["few tokens"], device="cpu").peak_bytes
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
@@ -275,7 +275,7 @@ def test_offloaded_activations_are_predicted_within_10_percent(mode):
     plain = run_of(rows=8, num_layers=6, vocab_size=512, num_kv_heads=4, d_ff=512)
     more = {"remat": {"mode": mode}, "offload": {"activations": True}}
     run = Run.parse({**plain.model_dump(exclude_none=True), **more})
-    ledger, measured = predict_memory(run), measured_engine_step(run)
+    ledger, measured = predict_memory(run, device="cpu"), measured_engine_step(run)
     host = ledger.host["activations"]
     assert ledger.peak_bytes - ledger.resting_bytes + host == pytest.approx(measured, rel=0.10)
     engine = Engine(run)
@@ -289,8 +289,8 @@ def test_offloaded_activations_are_predicted_within_10_percent(mode):
 def test_a_compiled_engine_step_is_predicted_within_10_percent(name):
     layout = CASES[name].layout.model_copy(update={"compile": True})
     run = CASES[name].model_copy(update={"layout": layout})
-    ledger = predict_memory(run)
-    assert ledger.peak_bytes < predict_memory(CASES[name]).peak_bytes
+    ledger = predict_memory(run, device="cpu")
+    assert ledger.peak_bytes < predict_memory(CASES[name], device="cpu").peak_bytes
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.10)
 
@@ -299,7 +299,7 @@ def test_a_compiled_engine_step_is_predicted_within_10_percent(name):
 def test_resting_memory_is_exact(compute):
     run = run_of(num_layers=2, compute=compute)
     decoder = Decoder(run.model)
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     assert ledger.items.parameters == live_tensor_bytes(decoder.parameters())
     assert ledger.items.optimizer == 2 * live_tensor_bytes(decoder.parameters())
 
@@ -327,22 +327,26 @@ def test_a_layer_saves_what_is_predicted():
 
     run = run_of(num_layers=1, vocab_size=256)
     assert saved(3) - saved(2) == saved_per_layer(run.model, 512)
-    assert predict_memory(run).activations_per_layer_bytes == saved_per_layer(run.model, 512)
+    assert predict_memory(run, device="cpu").activations_per_layer_bytes == saved_per_layer(
+        run.model, 512
+    )
 
 
 def test_items_add_up_to_the_peak():
-    ledger = predict_memory(run_of(num_layers=4))
+    ledger = predict_memory(run_of(num_layers=4), device="cpu")
     assert ledger.peak_bytes == sum(ledger.items.named().values())
     assert ledger.by_phase[ledger.phase] == ledger.peak_bytes == max(ledger.by_phase.values())
 
 
 def test_sharding_divides_the_state():
     run = run_of(num_layers=4)
-    one, four = predict_memory(run), predict_memory(run, world=4)
+    one, four = predict_memory(run, device="cpu"), predict_memory(run, world=4, device="cpu")
     assert four.resting_bytes == one.resting_bytes // 4
     assert four.activations_per_layer_bytes == one.activations_per_layer_bytes
     kept = run_of(num_layers=4, layout={"reshard_after_forward": "never"})
-    difference = predict_memory(kept, 4).items.working_copies - four.items.working_copies
+    difference = (
+        predict_memory(kept, 4, device="cpu").items.working_copies - four.items.working_copies
+    )
     block = sum(p.numel() for p in Decoder(run.model).blocks["0"].parameters())
     assert difference == 2 * 2 * block  # two more blocks in bf16
 
@@ -401,7 +405,7 @@ def test_state_of_real_ranks_is_exact():
     runs = [layout_run(**overrides) for overrides in LAYOUTS.values()]
     for results in run_ranks(state_of_ranks, 2, runs):
         for name, run, (stage, *measured) in zip(LAYOUTS, runs, results, strict=True):
-            ledger = predict_rank(run, 2, stage)
+            ledger = predict_rank(run, 2, stage, device="cpu")
             items = ledger.items
             predicted = [items.parameters, ledger.gradient_bytes, items.optimizer]
             predicted[2] += ledger.host.get("optimizer", 0) // 2  # two of the four copies there
@@ -466,7 +470,7 @@ def test_activations_of_real_ranks_are_predicted_within_5_percent():
     runs = [saving_run(overrides) for overrides in SAVED.values()]
     for results in run_ranks(saved_by_ranks, 2, runs):
         for name, run, measured in zip(SAVED, runs, results, strict=True):
-            sizes = Sizes.of(run, axis_sizes(run.layout, 2), 0, grouped=True)
+            sizes = Sizes.of(run, axis_sizes(run.layout, 2), 0, grouped=True, device="cpu")
             predicted = held(sizes.segments, sizes.saved) + sizes.saved_by_root + sizes.kept_logits
             assert predicted == pytest.approx(measured, rel=0.05), name
 
@@ -534,7 +538,7 @@ def test_the_peak_of_real_ranks_is_predicted_within_5_percent():
     runs = [peak_run(*case) for case in PEAKS.values()]
     for results in run_ranks(peaks_of_ranks, 2, runs, timeout_s=400):
         for name, run, (stage, above) in zip(PEAKS, runs, results, strict=True):
-            ledger = predict_rank(run, 2, stage)
+            ledger = predict_rank(run, 2, stage, device="cpu")
             error = ledger.peak_bytes / (ledger.resting_bytes + above) - 1
             assert -0.05 < error < TOO_HIGH.get(name, 0.05), (name, stage, error)
 
@@ -543,7 +547,10 @@ def test_muon_keeps_one_moment_of_hidden_matrices():
     run = run_of(num_layers=2)
     muon = run.model_copy(update={"optim": run.optim.model_copy(update={"kind": "muon"})})
     hidden = sum(p.numel() for p in Decoder(run.model).blocks.parameters() if p.dim() == 2)
-    saved = predict_memory(run).items.optimizer - predict_memory(muon).items.optimizer
+    saved = (
+        predict_memory(run, device="cpu").items.optimizer
+        - predict_memory(muon, device="cpu").items.optimizer
+    )
     assert saved == 4 * hidden
 
 
@@ -572,7 +579,7 @@ def test_what_a_run_with_adapters_holds_is_exact(name):
     engine = Engine(run)
     layers = [m.quantised for m in engine.decoder.modules() if isinstance(m, LoraLinear)]
     in_4_bits = sum(q.num_bytes for q in layers if q is not None)
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     parameters = (p for _, p in engine.named_parameters())
     assert ledger.items.parameters == live_tensor_bytes(parameters) + in_4_bits
     moments = [v for n, v in engine.optimizer.state_dict().items() if not n.endswith(".step")]
@@ -584,7 +591,7 @@ def test_what_a_run_with_adapters_holds_is_exact(name):
 @pytest.mark.parametrize("name", ADAPTED)
 def test_a_step_with_adapters_is_predicted_within_12_percent(name):
     run = ADAPTED[name]
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     predicted = ledger.peak_bytes - ledger.resting_bytes
     assert predicted == pytest.approx(measured_engine_step(run), rel=0.12)
 
@@ -596,6 +603,6 @@ def test_a_trained_parameter_has_16_bytes_and_a_frozen_one_2():
     num_trained = sum(prod(shape) for shape in trained.values())
     num_matrices = sum(prod(shape) for shape in shapes.values() if len(shape) == 2)
     num_vectors = sum(prod(shape) for shape in shapes.values() if len(shape) == 1)
-    ledger = predict_memory(run)
+    ledger = predict_memory(run, device="cpu")
     held = ledger.resting_bytes + ledger.gradient_bytes
     assert held == 16 * num_trained + 2 * num_matrices + 4 * num_vectors

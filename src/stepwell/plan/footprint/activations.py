@@ -309,9 +309,6 @@ def logits_of(dims: Dims, layout: Arrangement) -> tuple[float, float]:
     keep = num * vocab * a <= KEEP_LOGITS_BYTES
     logits = 0.0 if keep else a * chunk * vocab * (2 if chunk < num else 1)
     piece = chunk * vocab
-    p = a if layout.num_gpus > 1 else master_bytes(layout)
-    gradient = vocab * dims.d_model * (a + (p if a != p and chunk < num else 0))
-    if freezes(layout):
-        gradient = 0.0
+    gradient = 0.0 if freezes(layout) else vocab * dims.d_model * a
     work = logits + max((2 if keep else 4) * 4 * piece, gradient)
     return (num * vocab * a if keep else 0.0), work

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 from stepwell.config import Run
+from stepwell.hardware import DeviceKind
 from stepwell.models.activations import Segment, at_block, held, seen_outside
 from stepwell.parallel.lever_rules import host_bytes, share_in_8_bits
 from stepwell.parallel.rules import axis_sizes
@@ -137,18 +138,18 @@ class MemoryLedger:
 
 
 def predict_memory(
-    run: Run, world: int = 1, grouped: bool | None = None, accelerator: bool = False
+    run: Run, world: int = 1, grouped: bool | None = None, *, device: DeviceKind
 ) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
     micro_batch_rows full rows with a loss on every token. grouped: whether they have a process
-    group, by default unless there is only one. accelerator: on one, not on a CPU, whose loss works
-    in slices that fit into its cache.
+    group, by default unless there is only one. device: of each rank; a CPU's loss works in slices
+    that fit into its cache, an accelerator's on a chunk at once.
 
     Sampling's KV cache, the data, the allocator's fragmentation and the libraries' own memory are
     not in it. Raises ConfigError when the ranks cannot be laid out.
     """
     axes = axis_sizes(run.layout, world)
-    ledgers = [predict_rank(run, world, r, grouped, accelerator) for r in _distinct(run, axes.pp)]
+    ledgers = [predict_rank(run, world, r, grouped, device=device) for r in _distinct(run, axes.pp)]
     return max(ledgers, key=lambda ledger: ledger.peak_bytes)
 
 
@@ -169,12 +170,13 @@ def predict_rank(
     world: int,
     pp_rank: int,
     grouped: bool | None = None,
-    accelerator: bool = False,
+    *,
+    device: DeviceKind,
 ) -> MemoryLedger:
     """`predict_memory` of one rank of the pipeline."""
     axes = axis_sizes(run.layout, world)
     grouped = world > 1 if grouped is None else grouped
-    s = Sizes.of(run, axes, pp_rank, grouped, accelerator)
+    s = Sizes.of(run, axes, pp_rank, grouped, device)
     moments = [_phases(variant) for variant in _variants(s)]
     phases = {name: _worst([phases[name] for phases in moments]) for name in moments[0]}
     worst = max(phases, key=lambda name: phases[name].total)

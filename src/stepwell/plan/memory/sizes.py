@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from stepwell.config import Run
+from stepwell.hardware import DeviceKind
 from stepwell.models.activations import (
     KEEP_LOGITS_BYTES,
     BlockBytes,
@@ -32,7 +33,6 @@ from stepwell.parallel.schedules import next_micro_batches
 from stepwell.plan.footprint.pieces import most_in_flight
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
 from stepwell.plan.memory.shards import Held, held_by_block, parts_of_rank
-from stepwell.sections.methods import GRPO, PPO
 from stepwell.sections.model import ModelConfig
 
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
@@ -77,11 +77,7 @@ class Sizes:
         return self.root.frozen_bytes + self.num_blocks * self.block.frozen_bytes
 
     @staticmethod
-    def of(
-        run: Run, axes: AxisSizes, pp_rank: int, grouped: bool, accelerator: bool = False
-    ) -> Sizes:
-        """accelerator: the loss takes a chunk's logits at once, not in slices that fit into a CPU's
-        cache."""
+    def of(run: Run, axes: AxisSizes, pp_rank: int, grouped: bool, device: DeviceKind) -> Sizes:
         cfg, tp = run.model, axes.tp
         a, w = dtype_bytes(run.precision)
         p, r = DTYPE_BYTES[run.precision.param], DTYPE_BYTES[run.precision.reduce]
@@ -101,7 +97,7 @@ class Sizes:
             # What is under way: an activation or a gradient at each end of a stage.
             waiting += x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (
-            _loss(run, N, vocab, a, w, a if grouped else p, accelerator)
+            _loss(run, N, vocab, a, w, a if grouped else p, device != "cpu")
             if last and cfg.has_lm_head
             else (0, 0, 0)
         )
@@ -160,15 +156,13 @@ def _loss(
     logits = 0 if keep else a * chunk_logits * (2 if chunk < N else 1)
     piece = chunk_logits if whole else min(LOSS_SLICE_BYTES // 4, chunk_logits)
     # a slice widened and its gradient (from logits, log-probabilities and probabilities too); or
-    # the head's gradient from one chunk, and widened where it is added up
-    head_gradient = vocab * D * (a + (p if a != p and chunk < N else 0))
+    # the head's gradient from one chunk, and widened where a CPU adds it up
+    head_gradient = vocab * D * (a + (p if a != p and chunk < N and not whole else 0))
     if run.lora.rank:  # the head is frozen
         head_gradient = 0
-    # whose entropy is asked for, too: log-probabilities in the forward pass; not kept as such
-    entropy = isinstance(run.method, GRPO | PPO)
-    backward = logits + max((2 if keep and not entropy else 4) * w * piece, head_gradient)
+    backward = logits + max((2 if keep else 4) * w * piece, head_gradient)
     # forward: a slice widened, and its probabilities
-    return logits + (3 if entropy else 2) * w * piece, backward, N * vocab * a if keep else 0
+    return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
 
 
 def _cast_elements(run: Run, axes: AxisSizes) -> int:
