@@ -12,7 +12,7 @@ from stepwell.train.losses import Loss
 
 H100 = cluster("h100-sxm")
 MODEL = {
-    "num_layers": 2, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
+    "num_layers": 3, "d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64,
     "d_ff": 1024, "vocab_size": 4096,
 }  # fmt: skip
 PAIR = [{"name": "reward", "source": "model:a"}]

@@ -32,6 +32,7 @@ from stepwell.plan.methods.placements import (
 from stepwell.plan.methods.rollouts import Workload, weight_bytes
 from stepwell.plan.methods.training import GATHERED_TRAINED, Question, handed_over
 from stepwell.plan.search.space import Pins
+from stepwell.plan.steptime.coefficients import SHIPPED as RATES
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks
 from stepwell.sections.model import ModelConfig
@@ -352,11 +353,11 @@ def test_new_weights_go_through_every_card_of_a_machine():
     near, far = on(8), on(64)
     assert near.settings["layout.tp"] == far.settings["layout.tp"] == 8
     by_columns = 80 * 8192 * (8192 + 28672)
-    least = 4 * 7 / 8 * (by_columns + (70.55e9 - by_columns) / 8) / (50e9 * 0.764)
+    least = 4 * 7 / 8 * (by_columns + (70.55e9 - by_columns) / 8) / (50e9 * RATES.network)
     inside = near.times["new weights"]
     assert far.times["new weights"] == pytest.approx(least + inside, rel=0.1)
     whole = on(64, PRESETS["llama3-8b"]).times["new weights"]
-    assert whole == pytest.approx(4 * 63 / 64 * 8.03e9 / (8 * 50e9 * 0.764), rel=0.6)
+    assert whole == pytest.approx(4 * 63 / 64 * 8.03e9 / (8 * 50e9 * RATES.network), rel=0.6)
 
 
 # --- time, words -----------------------------------------------------------------------------

@@ -9,9 +9,7 @@ from stepwell.commands.training import Arguments, load_run
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
-from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import dims_of, job_of
-from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.methods.evaluated import evaluate
 from stepwell.plan.methods.methods import MethodPlan, plan_method
 from stepwell.plan.methods.placements import METHODS, asked_of
@@ -58,9 +56,7 @@ def test_a_recipe_is_the_plan(method, tmp_path):
     told = as_configured(run, 8, H100, SMALL)
     if told is None:
         job = job_of(run, 8, H100, SMALL)
-        held, exact = footprint(job), predict_memory(run, 8).peak_bytes
         assert job == chosen.job
-        assert held.total + exact - held.allocated == pytest.approx(chosen.peak, rel=1e-9)
         assert predict_step(job).total_s == pytest.approx(chosen.step_s, rel=1e-9)
     else:
         assert told.job == chosen.job
