@@ -19,20 +19,21 @@ def count(run: Run, world: int, machines: Cluster) -> tuple[Any, list[Any]]:
     from stepwell.plan.comms.collectives import collectives
     from stepwell.plan.dryrun.scaled import dry_run_scaled
     from stepwell.plan.job import job_of
-    from stepwell.plan.memory.ledger import predict_rank
 
-    found = dry_run_scaled(run, world, machines.gpus_per_node, tell=_tell)
+    found = dry_run_scaled(run, world, machines.gpus_per_node, tell=tell)
     run = run.model_copy(update={"layout": run.layout.model_copy(update={"compile": False})})
     job, ranks = job_of(run, world, machines), [rank.pp_rank for rank in found.ranks]
-    ledgers = {rank: predict_rank(run, world, rank, device="cuda") for rank in ranks}
+    ledgers = {rank: ledger_of(run, world, rank) for rank in ranks}
     return found, found.against(ledgers, {rank: collectives(job, rank) for rank in ranks})
 
 
-def show(run: Run, world: int, machines: Cluster) -> None:
-    print("\n".join(lines(*count(run, world, machines))))
+def ledger_of(run: Run, world: int, pp_rank: int = 0) -> Any:
+    from stepwell.plan.memory.ledger import predict_rank
+
+    return predict_rank(run, world, pp_rank, device="cuda")
 
 
-def _tell(line: str) -> None:
+def tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

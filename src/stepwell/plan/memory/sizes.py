@@ -33,6 +33,7 @@ from stepwell.parallel.schedules import next_micro_batches
 from stepwell.plan.footprint.pieces import most_in_flight
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
 from stepwell.plan.memory.shards import Held, held_by_block, parts_of_rank
+from stepwell.sections.methods import GRPO, PPO
 from stepwell.sections.model import ModelConfig
 
 LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
@@ -160,9 +161,11 @@ def _loss(
     head_gradient = vocab * D * (a + (p if a != p and chunk < N and not whole else 0))
     if run.lora.rank:  # the head is frozen
         head_gradient = 0
-    backward = logits + max((2 if keep else 4) * w * piece, head_gradient)
+    # whose entropy is asked for, too: log-probabilities in the forward pass; not kept as such
+    entropy = isinstance(run.method, GRPO | PPO)
+    backward = logits + max((2 if keep and not entropy else 4) * w * piece, head_gradient)
     # forward: a slice widened, and its probabilities
-    return logits + 2 * w * piece, backward, N * vocab * a if keep else 0
+    return logits + (3 if entropy else 2) * w * piece, backward, N * vocab * a if keep else 0
 
 
 def _cast_elements(run: Run, axes: AxisSizes) -> int:

@@ -26,18 +26,19 @@ from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 
-def check_writable(one: Evaluated | None) -> Evaluated:
-    """Raises ConfigError for a placement that no recipe describes, with the reason."""
+def check_writable(one: Evaluated | None, option: str = "--write") -> Evaluated:
+    """Raises ConfigError for a placement that no recipe describes, with the reason. option: which
+    needs one."""
     if one is None:
-        raise ConfigError("--write: nothing that the engine knows fits on these GPUs")
+        raise ConfigError(f"{option}: nothing that the engine knows fits on these GPUs")
     if one.lacks:
-        raise ConfigError(f"--write: {_with_keys(one)} would fit, but {one.lacks}")
+        raise ConfigError(f"{option}: {_with_keys(one)} would fit, but {one.lacks}")
     if one.servers:
         apart = " and ".join(f"{n} for the {name}" for name, n in one.servers.items())
         raise ConfigError(
-            f"--write: {_with_keys(one)} has GPUs of its own for what it does not train ({apart}), "
-            f"and a recipe describes only the {one.trainers} that train; start the servers "
-            "yourself, and name them as method.server and as a source python:FILE of "
+            f"{option}: {_with_keys(one)} has GPUs of its own for what it does not train "
+            f"({apart}), and a recipe describes only the {one.trainers} that train; start the "
+            "servers yourself, and name them as method.server and as a source python:FILE of "
             "method.rewards"
         )
     return one
@@ -48,10 +49,12 @@ def _with_keys(one: Evaluated) -> str:
     return f"the plan ({said})"
 
 
-def recipe(plan: MethodPlan, model: ModelConfig, name: str) -> dict[str, Any]:
+def recipe(
+    plan: MethodPlan, model: ModelConfig, name: str, option: str = "--write"
+) -> dict[str, Any]:
     """The tables of a recipe for what the plan has chosen. Raises ConfigError as
     `check_writable`."""
-    one = check_writable(plan.chosen)
+    one = check_writable(plan.chosen, option)
     values = values_of(model, one.job.layout, name)
     for key, value in one.settings.items():
         section, _, field = key.partition(".")
@@ -124,7 +127,7 @@ def as_configured(run: Run, world: int, machines: Cluster, name: str = "") -> Ev
     job = job_of(alone, world, machines, name)
     models = predict_models(_apart(run), world)
     models["reward"] = ModelBytes(parameters=reward_bytes(run.model) * _num_reward_models(run))
-    ledger = predict_memory(alone, world, device="cuda")
+    ledger = predict_memory(_apart(alone), world, device="cuda")
     training = training_of(question, job, models, ledger.peak_bytes)
     total = world + sum(servers.values())
     return placed(question, placement, placement, total, servers, training, copies=True)

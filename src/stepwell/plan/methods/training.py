@@ -23,6 +23,7 @@ from stepwell.plan.search.space import Pins
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.flows import flows
 from stepwell.plan.steptime.step import StepTime, predict_step
+from stepwell.sections.methods import GRPO, PPO
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -113,9 +114,15 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
                 continue
             key = (placement.adapters, placement.offload, trainers, tp, remat)
             if key not in question.peaks:
-                ledger = predict_memory(run, trainers, device="cuda")
+                ledger = predict_memory(_as(question.method, run), trainers, device="cuda")
                 question.peaks[key] = ledger.peak_bytes
             yield training_of(question, job, models, question.peaks[key])
+
+
+def _as(method: str, run: Run) -> Run:
+    """With the method's loss, in which entropy takes more."""
+    losses = {"ppo": PPO, "grpo": GRPO}
+    return run.model_copy(update={"method": losses[method]()}) if method in losses else run
 
 
 def _widest(question: Question, placement: Placement, trainers: int) -> int:
