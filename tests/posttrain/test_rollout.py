@@ -98,7 +98,8 @@ def test_failures_are_counted_apart(engine, tokenizer):
         engine, some_prompts(tokenizer), 2, SAMPLING, ByVerifier(grader, 0.1), tokenizer
     )
     assert [g.rewards for g in rollouts.groups] == [[None] * 2, [None] * 2, [0.0] * 2]
-    assert (rollouts.num_errors, rollouts.num_timeouts) == (2, 2)
+    failures = [row["failure"] for row in rollouts.rows()]
+    assert (failures.count("error"), failures.count("timeout")) == (2, 2)
     assert rollouts.rows()[0]["detail"] == "RuntimeError: no"
 
 

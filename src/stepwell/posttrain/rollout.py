@@ -76,18 +76,6 @@ class Rollouts:
         """How many updates the oldest rollout lags behind `version`."""
         return version - min(c.policy_version for g in self.groups for c in g.completions)
 
-    @property
-    def num_errors(self) -> int:
-        """Graders that raised: no wrong answers."""
-        return self._count("error")
-
-    @property
-    def num_timeouts(self) -> int:
-        return self._count("timeout")
-
-    def _count(self, failure: str) -> int:
-        return sum(v.failure == failure for g in self.groups for v in g.verdicts)
-
     def rows(self) -> list[dict[str, Any]]:
         """One flat row a completion, for people and for metrics; with an environment also `turns`,
         who said what."""
@@ -125,7 +113,8 @@ class Rollouts:
     @property
     def num_environment_failures(self) -> int:
         """Samples whose environment raised or took too long."""
-        return self._count("environment_error") + self._count("environment_timeout")
+        kinds = ("environment_error", "environment_timeout")
+        return sum(v.failure in kinds for g in self.groups for v in g.verdicts)
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
         """One group a line, whole or not at all; `load` gives an equal value. about: a first line,

@@ -327,7 +327,6 @@ def test_a_failure_costs_its_own_sample(engine, tokenizer):
     failures = sorted(v.failure for g in rollouts.groups for v in g.verdicts)
     assert failures == ["", "", "", "", "", "environment_error", *["environment_timeout"] * 2]
     assert rollouts.num_environment_failures == 3
-    assert rollouts.num_errors == rollouts.num_timeouts == 0
     for verdict in (v for g in rollouts.groups for v in g.verdicts):
         assert verdict.reward == (None if verdict.failure else 1.5)
     details = {v.failure: v.detail for g in rollouts.groups for v in g.verdicts}
