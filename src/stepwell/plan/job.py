@@ -122,6 +122,7 @@ class Arrangement:
     sequence_parallel: tensor ranks divide tokens between their products. zero, offload: as in
     LayoutConfig, OffloadConfig. precision: of products; recipe: of 8-bit scales. flash: attention
     does not write its scores to memory. overlap_tp: tensor ranks communicate beside their products.
+    overlap_ep: experts' ranks beside another micro-batch's.
     overlap_data: data ranks beside the passes. attention_kernel:
     native: written for the device's generation (cuDNN); older: for Ampere (FlashAttention-2);
     triton: Triton's. shards_broadcast: each rank of zero 1 sends its weights to the others in turn.
@@ -160,6 +161,7 @@ class Arrangement:
     offload_parameters: bool = False
     offload_activations: bool = False
     overlap_tp: bool = False
+    overlap_ep: bool = False
     overlap_data: bool = True
     attention_kernel: Literal["native", "older", "triton"] = "older"
     shards_broadcast: bool = False

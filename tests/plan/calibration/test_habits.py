@@ -15,6 +15,22 @@ def test_unknown_sources_have_their_programs_habits():
     assert habits(FSDP, DIMS, "somebody", "", recompute_known=True) == FSDP
 
 
+def test_automodels_adapters_are_trained_as_its_recipes_say():
+    asked = replace(FSDP, tp=2, trained_share=0.005)
+    small = habits(asked, DIMS, "nemo-automodel", "", recompute_known=False)
+    large = habits(asked, replace(DIMS, num_layers=160), "nemo-automodel", "", False)
+    assert (small.recompute, large.recompute) == ("none", "full")
+    assert (small.sequence_parallel, small.compiled) == (False, False)
+    whole = habits(FSDP, DIMS, "nemo-automodel", "", recompute_known=False)
+    assert (whole.recompute, whole.compiled) == ("selective", True)
+
+
+def test_benchmarks_force_their_routers():
+    assert habits(MEGATRON, DIMS, "megatron-bridge", "").imbalance == 1
+    assert habits(MEGATRON, DIMS, "megatron-bridge", "natural routing").imbalance > 1
+    assert habits(FSDP, DIMS, "x", "fake balanced gate").imbalance == 1 < FSDP.imbalance
+
+
 def test_unknown_recomputation_is_the_likeliest_of_the_program():
     assert habits(FSDP, DIMS, "somebody", "", recompute_known=False).recompute == "selective"
     assert habits(MEGATRON, DIMS, "somebody", "", recompute_known=False).recompute == "none"

@@ -196,14 +196,32 @@ def test_a_file_that_is_no_table(tmp_path):
         ("nvlink; InfiniBand/RoCE 1600 Gb/s per node", 200),
         ("NVLink; RDMA 400 Gb/s per GPU", 400),
         ("p5.48xlarge: NVLink; EFA 3200 Gb/s per node", 400),
-        ("V100 4/node NVLink, Omni-Path (Jean Zay)", 100),
+        ("V100 4/node NVLink, Omni-Path (Jean Zay)", 18),
+        ("4x100 Gb/s Omni-Path per node", 9),
         ("NVLink5", None),
         ("", None),
     ],
 )
 def test_the_network_in_words(words, gbit):
     found = network_bytes_per_s(words, 8)
-    assert found == (None if gbit is None else gbit * GBIT)
+    assert found == (None if gbit is None else pytest.approx(gbit * GBIT))
+
+
+def test_what_notes_say_of_a_program(rows):
+    """Any row will do: facts of a step are read from the notes of each."""
+    row = next(r for r in rows.values() if r["zero_stage"] == "3" and r["gpu"] == "h100-sxm")
+
+    def layout(notes):
+        return read_row({**row, "source_key": "x", "notes": notes}, "x").job.layout
+
+    plain = layout("")
+    assert plain.reduce_every_micro_batch
+    assert not layout("no_sync").reduce_every_micro_batch
+    assert (plain.gradient_precision, layout("sums in bf16").gradient_precision) == ("fp32", "bf16")
+    kernels = [layout(notes).attention_kernel for notes in ("", "cuDNN attention")]
+    assert kernels == ["older", "native"]
+    assert layout("MoE all-to-all overlap on").overlap_ep
+    assert not plain.overlap_ep
 
 
 def test_the_shipped_table_is_used_nearly_whole():

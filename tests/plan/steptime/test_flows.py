@@ -58,9 +58,32 @@ def test_without_a_switch_a_pair_has_the_links_between_the_two():
     assert one("all-reduce", 4, machines=v100).scaleup_s == pytest.approx(1.5 * GB / 150e9)
 
 
+@pytest.mark.parametrize(("gpus", "rate"), [(4, 150e9), (8, 450e9)])
+def test_boards_of_four_have_no_switch(gpus, rate):
+    board = replace(H100, gpus_per_node=gpus, scaleup_gpus=gpus)
+    assert one("all-gather", 2, machines=board).scaleup_s == pytest.approx(GB / 2 / rate)
+    assert one("all-gather", gpus, machines=board).scaleup_s == pytest.approx(
+        GB * (gpus - 1) / gpus / 450e9
+    )
+
+
+def test_bytes_are_known_apart_from_what_they_wait_for():
+    """One rank a machine sends as much as eight, over a ninth of the links' rate."""
+    alone = one("all-gather", 8, stride=8)
+    assert alone.moved_s == one("all-gather", 8).moved_s == one("all-gather", 8).scaleup_s
+    assert alone.network_s == pytest.approx(9 * alone.moved_s)
+
+
 def test_stages_of_a_pipeline_send_to_a_neighbour():
     assert one("send", 4, axis="pp").scaleup_s == pytest.approx(GB / 450e9)
     assert one("send", 4, stride=8, axis="pp").network_s == pytest.approx(GB / 50e9)
+
+
+def test_of_stages_that_share_machines_one_neighbour_is_on_another():
+    found = one("send", 4, stride=4, axis="pp")
+    assert found.network_s == pytest.approx(GB / 2 / 50e9)
+    assert found.scaleup_s == pytest.approx(GB / 2 / 450e9)
+    assert found.hops == pytest.approx((1 + NEAR_HOP) / 2)
 
 
 def test_calls_add_up_by_axis_and_phase():

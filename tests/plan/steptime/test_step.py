@@ -143,6 +143,31 @@ def test_a_slow_network_is_worse_for_tensor_ranks_across_machines():
     assert across.parts["exposed tp"] > 2 * inside.parts["exposed tp"]
 
 
+def test_messages_that_wait_for_a_network_slow_computing_less():
+    """Than as many bytes that pass over the links inside a machine in the same time."""
+    alone = job(LLAMA_70B, tp=8, dp_shard=8, global_batch_rows=512)
+    led = ledger(alone)
+    moved = [replace(f, moved_s=f.network_s + f.scaleup_s) for f in led.flows]
+    slow, fast = price(replace(led, flows=tuple(moved)), SHIPPED), price(led, SHIPPED)
+    assert 0.4 < fast.parts["contention"] / slow.parts["contention"] < 0.8
+
+
+def test_the_host_launches_on_while_messages_are_waited_for():
+    asked = job(MIXTURE, ep=8, program="megatron", zero=1, seq_len=1024)
+    slow = replace(asked, cluster=replace(asked.cluster, scaleup_bytes_per_s=20e9))
+    assert 0 < predict_step(slow).parts["host"] < predict_step(asked).parts["host"]
+
+
+def test_experts_whose_exchange_is_overlapped_wait_less():
+    apart, beside = (
+        predict_step(job(MIXTURE, ep=8, program="megatron", zero=1, overlap_ep=overlap)).parts
+        for overlap in (False, True)
+    )
+    assert beside["exposed ep"] == pytest.approx(0.4 * apart["exposed ep"])
+    even = predict_step(job(MIXTURE, ep=8, program="megatron", zero=1, imbalance=1.0)).parts
+    assert apart["exposed ep"] == pytest.approx(1.3 * even["exposed ep"], rel=0.02)
+
+
 def test_small_kernels_wait_for_the_host():
     tiny = replace(LLAMA_8B, d_model=128, num_heads=1, num_kv_heads=1, d_ff=256, vocab_size=512)
     step = predict_step(job(tiny, seq_len=128))

@@ -26,9 +26,17 @@ def test_products_are_six_flops_for_a_weight_and_token(dims, tp):
 
 
 def test_experts_compute_what_their_tokens_ask_for():
-    asked = job(MIXTURE, ep=8)
+    asked = job(MIXTURE, ep=8, imbalance=1.0)
     matrices, _ = flops_per_token(MIXTURE, 8192)
     assert product_flops(asked) == pytest.approx(3 * matrices * 8192, rel=1e-6)
+
+
+def test_the_rank_with_the_most_tokens_sets_the_pace_of_experts_that_ranks_divide():
+    even, uneven = (product_flops(job(MIXTURE, ep=8, imbalance=x)) for x in (1.0, 1.3))
+    routed = 3 * 2 * 8192 * 32 * 2 * MIXTURE.mlp_parameters(4096)
+    assert uneven - even == pytest.approx(0.3 * routed, rel=1e-3)
+    whole = [product_flops(job(MIXTURE, ep=1, imbalance=x)) for x in (1.0, 1.3)]
+    assert whole[0] == whole[1]
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():
@@ -49,8 +57,9 @@ def test_attention_that_writes_its_scores_computes_all_of_them():
     ("mode", "program", "share"),
     [
         ("none", "stepwell", 0.0),
-        ("full", "stepwell", 1.0),
-        ("every", "stepwell", 0.5),
+        ("sqrt", "stepwell", 1.0),
+        ("full", "megatron", 1.0),
+        ("every", "megatron", 0.5),
         ("selective", "megatron", 0.0),
     ],
 )
@@ -58,6 +67,18 @@ def test_recomputation_repeats_its_share_of_the_forward_products(mode, program, 
     piece = work_of(job(recompute=mode, program=program)).blocks[0][0]
     again = sum(p.flops for p in piece.again.products) if piece.again else 0.0
     assert again == pytest.approx(share * sum(p.flops for p in piece.forward.products))
+
+
+@pytest.mark.parametrize(("mode", "share"), [("full", 1.0), ("every", 0.5)])
+def test_recomputation_stops_before_a_blocks_last_product(mode, share):
+    """Nothing of the block needs it; programs whose attention writes its scores are older."""
+    piece = work_of(job(recompute=mode, program="fsdp")).blocks[0][0]
+    assert piece.again is not None
+    found = [p.flops for p in piece.again.products]
+    assert found == [share * p.flops for p in piece.forward.products[:-1]]
+    older = work_of(job(recompute="full", program="fsdp", flash=False)).blocks[0][0]
+    assert older.again is not None
+    assert len(older.again.products) == len(older.forward.products)
 
 
 def test_fsdp_programs_keep_every_second_product():

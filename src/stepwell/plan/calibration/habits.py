@@ -30,7 +30,7 @@ def habits(
         known["recompute_modules"] = tuple(modules.group(1).split("+"))
     if not recompute_known:
         known.setdefault("recompute", _usual_recompute(layout))
-    if "force-balanced" in notes or "fake balanced" in notes:
+    if re.search("force-balanced|fake balanced", notes):
         known["imbalance"] = 1.0
     return replace(layout, **known)
 
@@ -108,10 +108,23 @@ def _torchtune(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     }
 
 
+def _automodel(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
+    """Its recipes (examples/llm_finetune/*_peft_benchmark.yaml): tensor ranks sum whole rows
+    (sequence_parallel: false); adapters are trained on Transformers' modules (force_hf), and models
+    of 32B and more recompute their blocks (activation_checkpointing: true)."""
+    facts: dict[str, Any] = {"sequence_parallel": False}
+    if layout.trained_share < 1:
+        facts["compiled"] = False
+        facts["recompute"] = "full" if dims.parameters() > 20e9 else "none"
+    return facts
+
+
 def _nvidia(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Performance recipes sum gradients in bf16 (grad_reduce_in_fp32=False); those of models with
     latent attention keep moments in bf16 (use_precision_aware_optimizer)."""
     facts: dict[str, Any] = {"gradient_precision": "bf16"}
+    if "natural routing" not in notes:
+        facts["imbalance"] = 1.0  # recipes force it (moe_router_force_load_balancing)
     if "MLA" in notes or "deepseek" in dims.name or "moonlight" in dims.name:
         facts["moment_precision"] = "bf16"
     return facts
@@ -124,6 +137,7 @@ SOURCES = {
     "internevo": _internevo,
     "torchtitan": _torchtitan,
     "torchtune": _torchtune,
+    "nemo-automodel": _automodel,
     "megatron-bridge": _nvidia,
     "dgxc": _nvidia,
     "nemo-docs": _nvidia,

@@ -38,9 +38,12 @@ GATED = ("swiglu", "geglu", "reglu")
 # Words of notes that say that element-wise operations are fused (a compiler, or fused kernels), and
 # that attention is a kernel written for the device.
 FUSED = r"\bcompile|JAX|XLA|TE[;+ ]|Megatron"
-NATIVE = r"JAX|XLA|TE[;+ ]|Megatron"
+NATIVE = r"JAX|XLA|TE[;+ ]|Megatron|cuDNN"
 # Mean width of keys (192) and values (128) of a head of latent attention (DeepSeek-V2, 2405.04434).
 LATENT_DIM = 160
+# Of Omni-Path's rate, what rings get, over what they get of other networks' (55 of 400 Gbit/s a
+# machine: bigscience, experiments/bandwidth/README.md).
+OMNI_PATH = 0.18
 # Of adapters whose rank is not printed: 16 on every matrix of a 7B is .5 %.
 ADAPTER_SHARE = 0.005
 
@@ -317,7 +320,7 @@ def _job(cells: dict[str, str]) -> Job:
         dp_shard=shard,
         ep=ep,
         zero=zero,
-        reduce_every_micro_batch=zero >= 2,
+        reduce_every_micro_batch=zero >= 2 and "no_sync" not in notes,
         precision=precision,
         recipe=recipe,
         recompute=_recompute(cells),
@@ -326,9 +329,10 @@ def _job(cells: dict[str, str]) -> Job:
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
         overlap_tp="AsyncTP" in notes
         or (megatron and flash and cells.get("sp", "").lower() == "true"),
+        overlap_ep="all-to-all overlap on" in notes,
         overlap_data=flash,
         attention_kernel=_attention_kernel(megatron, notes),
-        gradient_precision="bf16" if "PURE" in notes or (megatron and flash) else "fp32",
+        gradient_precision=_gradient_precision(notes, megatron and flash),
         state_precision="bf16" if "PURE" in notes else "fp32",
         program=program,
         trained_share=ADAPTER_SHARE if cells.get("workload") == "lora" else 1.0,
@@ -375,6 +379,11 @@ def _program(cells: dict[str, str], zero: int) -> Program:
     return "fsdp" if zero >= 2 or "FSDP" in cells.get("notes", "") else "megatron"
 
 
+def _gradient_precision(notes: str, megatron: bool) -> Literal["fp32", "bf16"]:
+    """As they are summed up."""
+    return "bf16" if megatron or re.search(r"PURE|sums in bf16", notes) else "fp32"
+
+
 def _attention_kernel(megatron: bool, notes: str) -> Literal["native", "older", "triton"]:
     if "triton/flash" in notes or "triton attention" in notes:
         return "triton"
@@ -401,13 +410,15 @@ def _cluster(cells: dict[str, str]) -> Cluster:
 
 def network_bytes_per_s(interconnect: str, gpus_per_node: int) -> float | None:
     """Of one accelerator and direction, from words like "8x400 Gb/s IB per node"; None if they name
-    no rate. Omni-Path, without one: a link of 100 Gbit/s for each accelerator."""
+    no rate. Omni-Path, without one: a link of 100 Gbit/s for each accelerator. Of Omni-Path's, what
+    compares with other networks'."""
+    reached = OMNI_PATH if "Omni-Path" in interconnect else 1.0
     several = re.search(r"(\d+)x [^;]*?(\d+) ?Gb/s|(\d+)x(\d+) ?Gb/s", interconnect)
     if several:
         links, rate = (int(x) for x in several.groups() if x)
-        return links * rate * GBIT / gpus_per_node
+        return reached * links * rate * GBIT / gpus_per_node
     single = re.search(r"(\d+) ?Gb/s per (GPU|node)", interconnect)
     if single:
         share = 1 if single.group(2) == "GPU" else gpus_per_node
-        return int(single.group(1)) * GBIT / share
-    return 100 * GBIT if "Omni-Path" in interconnect else None
+        return reached * int(single.group(1)) * GBIT / share
+    return reached * 100 * GBIT if reached < 1 else None

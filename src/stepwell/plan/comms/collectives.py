@@ -427,7 +427,7 @@ def _divided_tokens(step: _Step) -> Iterator[Sent]:
     yield step.one("reduce-scatter", "tp", "scatter gradients", "backward", x, scattered)
     twice = 2 * (again.blocks + again.products)
     yield step.one("all-gather", "tp", "recompute", "backward", x, m * twice)
-    skipped = again.groups if ours else 0
+    skipped = 0 if step.layout.program == "megatron" else again.groups
     twice = 2 * again.blocks - skipped
     yield step.one("reduce-scatter", "tp", "recompute", "backward", x, m * twice)
     if step.layout.program == "megatron":

@@ -87,21 +87,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.909,
-    matmul_8=0.947,
-    matmul_4=0.714,
-    sustained=0.854,
-    attention=0.555,
-    attention_older=0.521,
-    attention_triton=0.742,
-    memory=0.814,
-    eager=2.02,
-    scaleup=0.638,
-    network=0.764,
-    hop_s=3.54e-05,
+    matmul_16=0.896,
+    matmul_8=0.942,
+    matmul_4=0.711,
+    sustained=0.855,
+    attention=0.557,
+    attention_older=0.524,
+    attention_triton=0.738,
+    memory=0.862,
+    eager=2.19,
+    scaleup=0.67,
+    network=0.704,
+    hop_s=3.16e-05,
     launch_s=2.73e-05,
-    contention=0.688,
-    straggling=0.00302,
+    contention=0.416,
+    straggling=0.00381,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.

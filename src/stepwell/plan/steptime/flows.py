@@ -16,8 +16,10 @@ from math import log2
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.comms.collectives import Sent
 
-# Devices that are linked to each other in pairs, up to eight of them.
+# Devices that are linked to each other in pairs: up to eight of them, or up to four (boards of four
+# A100 or H100 have no switch; NVIDIA's HGX datasheets).
 UNSWITCHED = ("v100", "mi")
+UNSWITCHED_FOURS = ("a100", "a800", "h100", "h800", "h200", "h20")
 # A message inside a machine takes this share of one between machines.
 NEAR_HOP = 0.1
 
@@ -25,13 +27,15 @@ NEAR_HOP = 0.1
 @dataclass(frozen=True)
 class Flow:
     """Of one axis and phase in a step: seconds at the full rates of the scale-up links and of the
-    network, and messages that wait for each other, in hops between machines."""
+    network, and messages that wait for each other, in hops between machines. moved_s: that the same
+    bytes would take over the scale-up links."""
 
     axis: str
     phase: str
     scaleup_s: float
     network_s: float
     hops: float
+    moved_s: float
 
     def seconds(self, scaleup: float, network: float, hop_s: float) -> float:
         return self.scaleup_s / scaleup + self.network_s / network + self.hops * hop_s
@@ -41,8 +45,9 @@ def flows(sent: Iterable[Sent], machines: Cluster, copies: int = 1) -> tuple[Flo
     """copies: experts that a token goes to."""
     table: dict[tuple[str, str], list[float]] = {}
     for one in sent:
-        sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0])
-        for i, value in enumerate(_one(one, machines, copies)):
+        sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0, 0.0])
+        moved_s = one.wire_bytes / machines.scaleup_bytes_per_s
+        for i, value in enumerate((*_one(one, machines, copies), moved_s)):
             sums[i] += one.calls * value
     return tuple(Flow(axis, phase, *sums) for (axis, phase), sums in table.items())
 
@@ -52,9 +57,9 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
     near = min(sent.num_ranks, max(1, machines.scaleup_gpus // sent.stride))
     num_bytes = sent.wire_bytes
     if sent.axis == "pp":
-        far = sent.stride * sent.num_ranks > machines.scaleup_gpus
-        rate = machines.network_bytes_per_s if far else machines.scaleup_bytes_per_s
-        return (0.0, num_bytes / rate, 1.0) if far else (num_bytes / rate, 0.0, NEAR_HOP)
+        far = _far_neighbours(sent, machines)
+        near_s = (1 - far) * num_bytes / machines.scaleup_bytes_per_s
+        return near_s, far * num_bytes / machines.network_bytes_per_s, far + (1 - far) * NEAR_HOP
     hops = _hops(sent, near)
     if near >= sent.num_ranks:
         return num_bytes / _scaleup_rate(machines, near), 0.0, hops
@@ -72,6 +77,14 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
     return num_bytes / rate, 0.0, hops
 
 
+def _far_neighbours(sent: Sent, machines: Cluster) -> float:
+    """Of a stage's two neighbours, those on other machines; of stages that share machines, the one
+    beside a machine's border."""
+    if sent.stride * sent.num_ranks <= machines.scaleup_gpus:
+        return 0.0
+    return 1.0 if sent.stride >= machines.scaleup_gpus else 0.5
+
+
 def ring_rate(machines: Cluster, near: int) -> float:
     """Bytes a second of a rank in a ring through several machines, `near` of its ranks in each."""
     return min(near * machines.network_bytes_per_s, machines.scaleup_bytes_per_s)
@@ -79,9 +92,10 @@ def ring_rate(machines: Cluster, near: int) -> float:
 
 def _scaleup_rate(machines: Cluster, num_ranks: int) -> float:
     """Without a switch a few ranks use the links among them only."""
-    peers = machines.scaleup_gpus - 1
-    if machines.accelerator.name.startswith(UNSWITCHED) and 1 < machines.scaleup_gpus <= 8:
-        return machines.scaleup_bytes_per_s * (num_ranks - 1) / peers
+    name, together = machines.accelerator.name, machines.scaleup_gpus
+    most = 8 if name.startswith(UNSWITCHED) else 4 if name.startswith(UNSWITCHED_FOURS) else 1
+    if 1 < together <= most:
+        return machines.scaleup_bytes_per_s * (num_ranks - 1) / (together - 1)
     return machines.scaleup_bytes_per_s
 
 

@@ -33,12 +33,13 @@ ADAMW_8BIT_BYTES = 22.0
 # parameters in .22 s on two Xeons (2101.06840, table 4).
 HOST_ADAMW_BYTES, HOST_BYTES_PER_S = 28.0, 127e9
 # Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
-# computes it except where its scale needs a pass of its own.
-CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 5.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
+# computes it except where scales need passes of their own (by rows, two in either order).
+CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 10.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
 # Tensors of a block with biases: four matrices, two norms.
 PARAMETERS_OF_A_BLOCK = 12
-# Share of tensor ranks' communication that products hide where a program overlaps them.
-TENSOR_HIDDEN = 0.6
+# Share of tensor ranks' communication, and of experts' exchanges, that products hide where a
+# program overlaps them: Megatron's kernels; PyTorch's, which divide products into smaller ones.
+TENSOR_HIDDEN = {"megatron": 0.6, "fsdp": 0.35, "stepwell": 0.35}
 # Length of the summed dimension at which a product has half its rate: its start and its end.
 SHORT_PRODUCT = 64.0
 # Pauses between kernels on the device.
@@ -107,6 +108,8 @@ def ledger(job: Job) -> Ledger:
         sent = [_in_8_bits(one) for one in sent]
     if job.layout.program == "fsdp" and not job.layout.overlap_data:
         sent = [_by_parameter(one) for one in sent]
+    if job.layout.ep > 1:
+        sent = [_uneven(one, job.layout.imbalance) for one in sent]
     if job.layout.program == "megatron" and job.layout.zero:
         sent = [part for one in sent for part in _by_groups(one, job.layout)]
     return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
@@ -117,6 +120,13 @@ def _in_8_bits(sent: Sent) -> Sent:
     if sent.purpose == "gather weights":
         return replace(sent, num_bytes=sent.num_bytes // 2)
     return sent
+
+
+def _uneven(sent: Sent, imbalance: float) -> Sent:
+    """An exchange lasts as long as for the rank whose experts get the most tokens."""
+    if sent.axis != "ep":
+        return sent
+    return replace(sent, num_bytes=int(sent.num_bytes * imbalance))
 
 
 def _by_parameter(sent: Sent) -> Sent:
@@ -212,13 +222,18 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
 
 @dataclass
 class Seconds:
-    """Of a pass, or a sum of passes."""
+    """Of a pass, or a sum of passes. gaps: between kernels. waiting: for the host."""
 
     products: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     casts: float = 0.0
-    host: float = 0.0
+    gaps: float = 0.0
+    waiting: float = 0.0
+
+    @property
+    def host(self) -> float:
+        return self.gaps + self.waiting
 
     @property
     def total(self) -> float:
@@ -229,7 +244,8 @@ class Seconds:
         self.attention += times * other.attention
         self.memory += times * other.memory
         self.casts += times * other.casts
-        self.host += times * other.host
+        self.gaps += times * other.gaps
+        self.waiting += times * other.waiting
 
 
 def pass_seconds(one: Pass, rates: Rates) -> Seconds:
@@ -240,8 +256,8 @@ def pass_seconds(one: Pass, rates: Rates) -> Seconds:
     casts = sum(p.cast_bytes for p in one.products) * rates.cast_factor / rates.memory
     gaps = one.num_kernels * KERNEL_GAP_S
     busy = products + attention + memory + casts + gaps
-    host = gaps + max(0.0, one.num_kernels * rates.launch_s - busy)
-    return Seconds(products, attention, memory, casts, host)
+    waiting = max(0.0, one.num_kernels * rates.launch_s - busy)
+    return Seconds(products, attention, memory, casts, gaps, waiting)
 
 
 # --- a step ----------------------------------------------------------------------------------
@@ -264,9 +280,12 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
         "recomputation": m * (again.total - again.casts - again.host),
     }
     exposed = _exposed(counted, c, forward, backward, again)
+    messages_s = sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
+    # The host launches on while a pass waits for its messages.
+    launched_s = min(messages_s, m * (forward.waiting + backward.waiting + again.waiting))
+    parts["host"] -= launched_s
     parts.update(exposed)
-    inner = m * (forward.total + backward.total + again.total)
-    inner += sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
+    inner = m * (forward.total + backward.total + again.total) + messages_s - launched_s
     parts["bubble"] = _bubble(layout, inner / m, ranks)
     parts["exposed offload"] = _offload(job, forward.total + backward.total + again.total)
     parts["gradient accumulation"] = _accumulation(layout, work, rates)
@@ -362,7 +381,8 @@ def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
 
 
 def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Seconds, again: Seconds):
-    """Communication by axis that nothing hides, and how much it slows what hides the rest.
+    """Communication by axis that nothing hides, and how much the rest slows what hides it: kernels
+    of messages occupy processors as long as they wait, and the memory for what they move.
 
     Weights are gathered and gradients reduced beside the passes that need them, or, where
     gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
@@ -372,15 +392,17 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
     layout = counted.job.layout
     m = layout.num_micro_batches
     exposed: dict[str, float] = {}
-    hidden = 0.0
+    slowing, beside = 0.0, TENSOR_HIDDEN[layout.program]
     windows = _windows(layout, m, forward, backward, again)
     for flow in counted.flows:
         seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
         if flow.axis == "tp":
-            open_s = seconds * (1 - TENSOR_HIDDEN if layout.overlap_tp else 1)
+            open_s = seconds * (1 - beside if layout.overlap_tp else 1)
         elif flow.axis == "cp":
             open_s = max(0.0, seconds - m * (forward.attention + backward.attention) / 2)
-        elif flow.axis in ("ep", "world"):
+        elif flow.axis == "ep":
+            open_s = seconds * (1 - beside if layout.overlap_ep else 1)
+        elif flow.axis == "world":
             open_s = seconds
         elif flow.axis == "pp":
             open_s = seconds / (2 if layout.stages_per_rank > 1 else 1)
@@ -388,9 +410,10 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
             open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
             windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
         axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
-        hidden += seconds - open_s if axis == "data" else 0.0
+        if axis == "data" and seconds:
+            slowing += seconds - open_s + (1 - open_s / seconds) * flow.moved_s / c.scaleup
         exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
-    exposed["contention"] = c.contention * hidden
+    exposed["contention"] = c.contention * slowing
     return exposed
 
 

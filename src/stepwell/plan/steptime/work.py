@@ -7,7 +7,7 @@ Counts are of one micro-batch on one rank. A product of M x K by K x N is three 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from stepwell.plan.job import Arrangement, Dims, Job
@@ -34,8 +34,9 @@ RING_BYTES = 14.0
 # Kernels of a block's forward pass, with fused element-wise operations and without.
 KERNELS_FUSED, KERNELS_EAGER = 16, 32
 # Of routing, sorting and exchanging tokens; for each expert that a rank has, and if its inputs are
-# brought to low precision.
-KERNELS_ROUTING, KERNELS_EXPERT, KERNELS_EXPERT_LOW = 60, 1.5, 4.0
+# brought to low precision; of experts that see every token; of latent attention's projections.
+KERNELS_ROUTING, KERNELS_EXPERT, KERNELS_EXPERT_LOW = 85, 1.5, 4.0
+KERNELS_SHARED, KERNELS_LATENT = 10, 60
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,12 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         linear(tokens, dims.q_width // tp, dims.d_model, processors, low),
     ]
     num_kernels = KERNELS_FUSED if layout.compiled else KERNELS_EAGER
+    num_kernels += KERNELS_LATENT if dims.score_dim else 0
     if experts and dims.experts:
         matrices += _expert_matrices(dims, layout, processors, tokens, low)
         each = KERNELS_EXPERT_LOW if low else KERNELS_EXPERT
         num_kernels += KERNELS_ROUTING + each * dims.experts.num_experts / layout.ep
+        num_kernels += KERNELS_SHARED if dims.experts.num_shared else 0
     else:
         matrices += _mlp(dims, dims.d_ff // tp, tokens, processors, low)
     moved = _moved_bytes(dims, layout, tokens, experts)
@@ -225,12 +228,14 @@ def _mlp(dims: Dims, wide: int, tokens: int, processors: int, low: bool, batch: 
 
 
 def _expert_matrices(dims: Dims, layout: Arrangement, processors: int, tokens: int, low: bool):
-    """Experts' ranks exchange tokens, so that each of its experts sees those of all of them."""
+    """Experts' ranks exchange tokens, so that each of its experts sees those of all of them; the
+    rank whose experts get the most sets the pace."""
     e = dims.experts
     assert e is not None
     own = tokens / layout.tp if layout.sequence_parallel else tokens
     local = e.num_experts / layout.ep
     each = own * layout.ep * e.top_k / e.num_experts
+    each *= layout.imbalance if layout.ep > 1 else 1.0
     found = _mlp(dims, e.d_ff, max(1, round(each)), processors, low, local)
     if e.num_shared:
         found += _mlp(dims, e.num_shared * e.d_ff // layout.tp, tokens, processors, low)
@@ -285,10 +290,14 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
 def _again(layout: Arrangement, forward: Pass, matrices, num_scores: float):
     """What recomputation runs again, by mode and program. Selective: Megatron's recomputes what
     attention writes (nothing, where it writes nothing, unless modules are named); FSDP programs
-    keep every second product (torchtitan's default); ours keeps all of them."""
+    keep every second product (torchtitan's default); ours keeps all of them. A block's last
+    product is needed for nothing of the block's own: recomputation stops before it, except in
+    Megatron's and others' of 2021 (torch.utils.checkpoint: early stop; XLA leaves it out)."""
     mode = layout.recompute
     if mode == "none":
         return None
+    if mode in ("full", "every") and layout.program != "megatron" and layout.flash:
+        forward = replace(forward, products=forward.products[:-1])
     if mode != "selective":
         return scaled(forward, {"every": 1 / layout.recompute_every, "budget": 0.5}.get(mode, 1.0))
     if layout.program == "megatron":
