@@ -111,6 +111,7 @@ def test_answers_without_a_reward_carry_no_loss(world):
     assert main(words("grpo", values)) != 0
     events = read_lines(world / "none" / "events.jsonl")
     assert [e["rollout"] for e in events if e["event"] == "empty_rollout"] == [0, 1, 2]
+    assert [row["rollout"] for row in sampled(world / "none")] == [0] * 8 + [1] * 8 + [2] * 8
 
 
 def test_shown_numbers_and_old_logprobs_of_several_updates(world):

@@ -134,9 +134,9 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, start, place = run.method, engine.step, place_of(session.extra)
     assert isinstance(method, GRPO)
-    samples = Samples(session, -1 if session.extra is None else start)
+    samples = Samples(session, place.rollouts)
     if session.extra is None:
-        samples.write(greedy().rows(), step=start, greedy=True)
+        samples.write(greedy().rows(), greedy=True)
     warned, empty, overopt = False, 0, Overopt(session, rewards, place.overopt)
     overopt.check_stopped()
     session.pause()
@@ -163,6 +163,7 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
         answers = [a for a in with_advantages(answers, held) if a.reward is not None]
         empty = 0 if answers else empty + 1
         if not answers:
+            samples.write(sampled_rows(drawn, method), place.rollouts)
             without_answers(session, place.rollouts, empty)
             refilled = place.refilled + drawn.num_refilled
             place = replace(place, rollouts=place.rollouts + 1, refilled=refilled)
@@ -185,18 +186,18 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
             place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
             overopt.load(place.overopt)
             stream.rewind(place.rollouts)
-            samples.go_to(engine.step)
+            samples.go_to(place.rollouts)
             continue
+        samples.write(sampled_rows(drawn, method), place.rollouts)
+        if session.finished:
+            samples.write(greedy().rows(), place.rollouts, greedy=True)
+            session.pause()
         place = Place(
             place.rollouts + 1,
             place.refilled + drawn.num_refilled,
             overopt.state(),
             overopt.next_coef(coef),
         )
-        samples.write(sampled_rows(drawn, method), step=engine.step, greedy=False)
-        if session.finished:
-            samples.write(greedy().rows(), step=engine.step, greedy=True)
-            session.pause()
         overopt.after_rollout(stream, asdict(place))
     samples.close()
     return engine.step - start

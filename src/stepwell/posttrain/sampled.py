@@ -43,6 +43,7 @@ RIGHT = 0.99
 # Refills take their prompts in another order.
 REFILL_SEED = 1 << 20
 NUM_FIXED = 8
+FIRST = -1  # the number of the rollout before the first
 # Rollouts in a row without an answer to learn from that are borne, less one.
 MAX_EMPTY = 3
 
@@ -293,28 +294,30 @@ def without_answers(session: Session, num_rollouts: int, in_a_row: int) -> None:
 class Samples:
     """`samples.jsonl`, which rank 0 writes: a line for each answer.
 
-    last: of the lines that are there, those up to this `key` stay; later ones are about to be
-    written again.
+    num_rollouts: how many are done. Lines of later ones go: these are about to be sampled again.
     """
 
-    def __init__(self, session: Session, last: int, key: str = "step"):
-        self._path, self._key = session.dir / "samples.jsonl", key
-        self._is_main = session.engine.mesh.is_main
+    def __init__(self, session: Session, num_rollouts: int):
+        self._session = session
         self._file: LineFile | None = None
-        self.go_to(last)
+        self.go_to(num_rollouts if session.extra is not None else FIRST)
 
-    def go_to(self, last: int) -> None:
-        """Begins anew after `last`."""
+    def go_to(self, num_rollouts: int) -> None:
+        """Where the loop has gone back."""
         self.close()
-        if self._is_main:
-            cut_lines(self._path, last, self._key)
-            self._file = LineFile(self._path)
+        if self._session.engine.mesh.is_main:
+            path = self._session.dir / "samples.jsonl"
+            cut_lines(path, num_rollouts - 1, "rollout")
+            self._file = LineFile(path)
 
-    def write(self, rows: Iterable[Mapping[str, Any]], **more: Any) -> None:
-        """more: what all lines say besides."""
+    def write(
+        self, rows: Iterable[Mapping[str, Any]], rollout: int = FIRST, greedy: bool = False
+    ) -> None:
+        """rollout: its number; of greedy answers that of the one before."""
+        step = self._session.engine.step
         if self._file is not None:
             for row in rows:
-                self._file.write({**more, **row})
+                self._file.write({"step": step, "rollout": rollout, "greedy": greedy, **row})
 
     def close(self) -> None:
         if self._file is not None:

@@ -571,3 +571,5 @@ def test_graders_that_never_answer_end_the_run(world):
     assert main(words("ppo", settings("none", **values))) == 5
     events = [e for e in read_events(world / "none") if e["event"] == "empty_rollout"]
     assert [e["rollout"] for e in events] == [0, 1, 2]
+    samples = [row for row in read_lines(world / "none" / "samples.jsonl") if not row["greedy"]]
+    assert [row["rollout"] for row in samples] == [0] * 8 + [1] * 8 + [2] * 8

@@ -108,10 +108,10 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: Reference | Non
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, critic, start = run.method, session.others.get(CRITIC), session.engine.step
     assert isinstance(method, PPO)
-    samples = Samples(session, -1 if session.extra is None else start)
-    if session.extra is None:
-        samples.write(greedy().rows(), step=start, greedy=True)
     state = _state(session.extra, method)
+    samples = Samples(session, state["rollouts"])
+    if session.extra is None:
+        samples.write(greedy().rows(), greedy=True)
     empty, told, held = 0, False, dict[str, int]()
     overopt = Overopt(session, rewards, state["overopt"])
     overopt.check_stopped()
@@ -129,6 +129,7 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: Reference | Non
         answers = [a for a in answers_of(rollouts) if a.reward is not None and a.num_trained]
         empty = 0 if answers else empty + 1
         if not answers:
+            samples.write(rollouts.rows(), number)
             without_answers(session, number, empty)
             continue
         more = headline(rollouts, rewards) | stream.metrics(mine)
@@ -158,13 +159,13 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: Reference | Non
             state = _state(found, method)
             overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
-            samples.go_to(engine.step)
+            samples.go_to(state["rollouts"])
             continue
         coef = next_coef(method, coef, shown["kl/reference"], len(answers))
         state |= {"kl_coef": overopt.next_coef(coef), "overopt": overopt.state()}
-        samples.write(rollouts.rows(), step=engine.step, greedy=False)
+        samples.write(rollouts.rows(), number)
         if session.finished:
-            samples.write(greedy().rows(), step=engine.step, greedy=True)
+            samples.write(greedy().rows(), number, greedy=True)
             session.pause()
         overopt.after_rollout(stream, state)
     samples.close()

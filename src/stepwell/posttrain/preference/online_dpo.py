@@ -51,8 +51,6 @@ from stepwell.tokenizer import Tokenizer
 from stepwell.train.session import Session
 from stepwell.types import TrainingError
 
-FIRST = -1  # the number of the rollout before the first
-
 
 def online_dpo(
     run: Run,
@@ -103,12 +101,12 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: MovingReference
     run, engine, mesh = session.run, session.engine, session.engine.mesh
     method, start, warned = run.method, engine.step, False
     assert isinstance(method, OnlineDPO)
-    state, fresh = first_state(session.extra), session.extra is None
-    samples = Samples(session, FIRST - 1 if fresh else state["rollouts"] - 1, "rollout")
+    state = first_state(session.extra)
+    samples = Samples(session, state["rollouts"])
     overopt = Overopt(session, rewards, state["overopt"])
     overopt.check_stopped()
-    if fresh:
-        samples.write(sampled_rows(greedy()), step=start, rollout=FIRST, greedy=True)
+    if session.extra is None:
+        samples.write(sampled_rows(greedy()), greedy=True)
     session.pause()
     while not session.finished:
         number = state["rollouts"]
@@ -126,8 +124,7 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: MovingReference
         found = paired(answers, method.group_size, run.data.seq_len)
         if not found.pairs:
             state = {**state, "rollouts": number + 1, "empty": state["empty"] + 1}
-            rows = sampled_rows(rollouts)
-            samples.write(rows, step=engine.step, rollout=number, greedy=False)
+            samples.write(sampled_rows(rollouts), number)
             without_pairs(session, number, state["empty"], found)
             continue
         line = headline(rollouts, rewards) | found.metrics(answers) | stream.metrics(mine)
@@ -143,17 +140,16 @@ def _train(loop: Loop, num_prompts: int, pad_id: int, reference: MovingReference
             state = first_state(session.rewind(steps))
             overopt.load(state["overopt"])
             stream.rewind(state["rollouts"])
-            samples.go_to(state["rollouts"] - 1)
+            samples.go_to(state["rollouts"])
             continue
         state = {**state, "rollouts": number + 1, "empty": 0, "monitor": taken.monitor.state()}
         state["overopt"] = overopt.state()
-        rows = sampled_rows(rollouts, found.pairs)
-        samples.write(rows, step=engine.step, rollout=number, greedy=False)
+        samples.write(sampled_rows(rollouts, found.pairs), number)
         if reference is not None and refresh_is_due(method, before, engine.step):
             reference.refresh()
             state |= {"refreshed": engine.step, "monitor": {}}
         if session.finished:
-            samples.write(sampled_rows(greedy()), step=engine.step, rollout=number, greedy=True)
+            samples.write(sampled_rows(greedy()), number, greedy=True)
             session.pause()
         overopt.after_rollout(stream, state)
     samples.close()
