@@ -95,7 +95,8 @@ def test_a_trace_that_is_none(tmp_path):
 
 def test_likely_suspects_come_first_and_say_what_would_gain(capsys):
     assert main([*WORDS, "--measured", "mfu=0.2", "--json"]) == 0
-    suspects = json.loads(capsys.readouterr().out)["measured"]["suspects"]
+    found = json.loads(capsys.readouterr().out)
+    suspects = found["measured"]["suspects"]
     assert [s["likely"] for s in suspects] == sorted((s["likely"] for s in suspects), reverse=True)
     names = [s["name"] for s in suspects]
     assert names.index("the network") < names.index("slow products")
@@ -104,3 +105,12 @@ def test_likely_suspects_come_first_and_say_what_would_gain(capsys):
     # Where messages are slow, what saves them gains more.
     gain = {k["name"]: k["gain"] for k in products["eased_by"]}
     assert network["eased_by"][0]["gain"] > 2 * gain.get(network["eased_by"][0]["name"], 0.0)
+    # Each knob gains of the measured step what the likely causes leave it.
+    gains = found["measured"]["gains"]
+    assert all(least <= most for least, most in gains.values())
+    assert gains["ZeRO-1"][1] == pytest.approx(network["eased_by"][0]["gain"], abs=0.02)
+    assert {knob["name"] for knob in found["knobs"]} <= gains.keys()
+    assert main([*WORDS, "--measured", "mfu=0.2"]) == 0
+    assert "gain if measured s a step" in said(capsys)
+    assert main(WORDS) == 0
+    assert "if measured" not in said(capsys)

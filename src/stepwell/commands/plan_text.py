@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -113,8 +113,9 @@ def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[Rendera
     """Against the measured step where its parts are known, else against the predicted one."""
     found = None if answer.gap is None else answer.gap.comparison
     before = now.step_s if found is None else found.measured.step_s
+    gains = {} if answer.gap is None else answer.gap.gains
     parts: list[RenderableType] = [
-        *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs)),
+        *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs, gains)),
         *together_lines(answer.together, now, before),
     ]
     if answer.fastest is not None:
@@ -355,25 +356,34 @@ def looked_at(answer: Searched) -> list[RenderableType]:
     return [head, table]
 
 
-def knob_lines(knobs: Sequence[Knob]) -> list[RenderableType]:
-    table = plain("gain", "", "s a step", "GiB", "set")
+def knob_lines(
+    knobs: Sequence[Knob], gains: Mapping[str, tuple[float, float]]
+) -> list[RenderableType]:
+    """gains: of a measured step, whatever its cause."""
+    table = plain("gain", *(["if measured"] if gains else []), "", "s a step", "GiB", "set")
     works = [k for k in knobs if k.works and k.gain > 0]
     blocked = [k for k in knobs if not k.works and k.gain > 0.02][:4]
     for knob in works:
         name = knob.name + (f" ({knob.alters})" if knob.alters else "")
         after = knob.changed
         table.add_row(
-            f"{100 * knob.gain:+.1f} %", name, f"{knob.step_s:.2f}",
+            f"{100 * knob.gain:+.1f} %", *range_text(knob, gains), name, f"{knob.step_s:.2f}",
             f"{after.peak_bytes / GIB:.1f}", knob.setting,
         )  # fmt: skip
     for knob in blocked:
         after = knob.changed
         why = after.broken or knob.refused.splitlines()[0] if (after.broken or knob.refused) else ""
         why = why or f"needs {after.peak_bytes / GIB:.1f} GiB"
-        table.add_row(f"{100 * knob.gain:+.1f} %", knob.name, "-", "-", Text(why, style="dim"))
+        gain = f"{100 * knob.gain:+.1f} %", *range_text(knob, gains)
+        table.add_row(*gain, knob.name, "-", "-", Text(why, style="dim"))
     if not works and not blocked:
         return ["  none that gains anything: of its neighbours this layout is the fastest"]
     return [table]
+
+
+def range_text(knob: Knob, gains: Mapping[str, tuple[float, float]]) -> list[str]:
+    least, most = gains.get(knob.name, (0.0, 0.0))
+    return [f"{100 * least:+.0f} to {100 * most:+.0f} %"] if gains else []
 
 
 def together_lines(
@@ -410,7 +420,10 @@ def gap_lines(gap: Gap) -> list[RenderableType]:
             text.append(f" If so, gains most: {easing(suspect.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))
     lines.append(
-        note("Knobs below: gains of the predicted step. A trace tells those of the measured one.")
+        note(
+            "Knobs below: what they gain of the predicted step, and of the measured one, by which "
+            "of the likely causes it is. A trace tells."
+        )
     )
     return lines
 
@@ -458,6 +471,7 @@ def plain(*columns: str) -> Table:
         "GiB left",
         "time per token",
         "gain",
+        "if measured",
         *LINE_COLUMNS[1:],
         *LINK_COLUMNS[2:],
     }

@@ -288,6 +288,8 @@ def gap_json(found: Gap) -> dict[str, Any]:
             for suspect in found.suspects
         ],
     }
+    if found.gains:
+        values["gains"] = {name: list(both) for name, both in found.gains.items()}
     if found.comparison is not None:
         values |= comparison_json(found.comparison)
     return values

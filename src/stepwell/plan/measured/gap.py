@@ -20,6 +20,7 @@ MEASURES = ("step_s", "mfu", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per
 LEAST_SHARE = 0.1  # of the gap, below which a cause is not worth a line
 WITHIN = 1.02  # no slower than predicted
 MOST_ADVICE = 2
+WAITING = "waiting"
 # Shares of the expected rate that are seen in practice; less is hardly the only cause. Networks
 # lose cards, RDMA or their routes; clocks fall by a third at most before a GPU is replaced.
 USUAL = {"network": 0.2, "scaleup": 0.5, "products": 0.65}
@@ -27,14 +28,22 @@ USUAL = {"network": 0.2, "scaleup": 0.5, "products": 0.65}
 
 @dataclass(frozen=True)
 class Suspect:
-    """One cause that explains a measured step by itself. look: how to find out. eased_by: what
-    gains most if it is the cause. likely: it need not be slower than such things usually get."""
+    """One cause that explains a measured step by itself. look: how to find out. knobs: what they
+    gain if it is the cause. likely: it need not be slower than such things usually get."""
 
     name: str
     text: str
     look: str
-    eased_by: tuple[Knob, ...] = ()
+    knobs: tuple[Knob, ...] = ()
     likely: bool = True
+
+    @property
+    def eased_by(self) -> tuple[Knob, ...]:
+        """What gains most, and leaves the training as it is; nothing shortens waiting."""
+        if self.name == WAITING:
+            return ()
+        found = [k for k in self.knobs if k.works and not k.alters and k.gain > 0]
+        return tuple(found[:MOST_ADVICE])
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,16 @@ class Gap:
     @property
     def ratio(self) -> float:
         return self.measured_s / self.predicted_s
+
+    @property
+    def gains(self) -> dict[str, tuple[float, float]]:
+        """Of each knob the least and the most that it gains of the measured step, by which of the
+        likely suspects is the cause."""
+        likely = [suspect.knobs for suspect in self.suspects if suspect.likely and suspect.knobs]
+        by_cause = [{knob.name: knob.gain for knob in knobs} for knobs in likely]
+        names = dict.fromkeys(name for gains in by_cause for name in gains)
+        each = {name: [gains.get(name, 0.0) for gains in by_cause] for name in names}
+        return {name: (min(gains), max(gains)) for name, gains in each.items()}
 
 
 def gap(job: Job, measured_s: float, config: ModelConfig | None = None, source: str = "") -> Gap:
@@ -107,9 +126,10 @@ def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterat
             yield _missing(name, share)
     each_ms = 1000 * over / layout.num_micro_batches
     yield Suspect(
-        "waiting",
+        WAITING,
         f"{over:.2f} s a step, {each_ms:,.0f} ms a micro-batch, in which nothing runs",
         "the data loader, checkpoints, evaluation, logging; idle time in a trace of one step",
+        _advice(Prices(job.dims, cluster, config), job, over),
     )
 
 
@@ -133,10 +153,8 @@ def _slow(job: Job, link: str, factor: float) -> Job:
     return replace(job, cluster=cluster)
 
 
-def _advice(prices: Prices, job: Job) -> tuple[Knob, ...]:
-    """What gains most at these prices, and leaves the training as it is."""
-    found = knobs(prices, task_of(job), job.layout, prices.config)
-    return tuple(k for k in found if k.works and not k.alters and k.gain > 0)[:MOST_ADVICE]
+def _advice(prices: Prices, job: Job, beside_s: float = 0.0) -> tuple[Knob, ...]:
+    return tuple(knobs(prices, task_of(job), job.layout, prices.config, beside_s))
 
 
 def _factor(seconds: Callable[[float], float], wanted_s: float) -> float | None:

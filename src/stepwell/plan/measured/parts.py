@@ -9,7 +9,6 @@ that a message counts only where nothing hides it. Messages' axes follow from th
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -127,12 +126,10 @@ def parts_of(trace: Trace, layout: Arrangement) -> Measured:
     num = len(steps)
     names = dict.fromkeys(name for step in steps for name in step.parts)
     axes = dict.fromkeys(axis for step in steps for axis in step.messages)
-    nothing = Messages(0.0, 0.0, 0.0, 0.0, 0.0, 1)
-    messages = {}
-    for axis in axes:
-        each = [step.messages.get(axis, nothing) for step in steps]
-        *sums, _ = (sum(values) for values in zip(*each, strict=True))
-        messages[axis] = Messages(*(x / num for x in sums), max(m.group for m in each))
+    messages = {
+        axis: _mean([step.messages[axis] for step in steps if axis in step.messages], num)
+        for axis in axes
+    }
     return Measured(
         num,
         sum(step.step_s for step in steps) / num,
@@ -144,10 +141,17 @@ def parts_of(trace: Trace, layout: Arrangement) -> Measured:
     )
 
 
+def _mean(each: Sequence[Messages], num_steps: int) -> Messages:
+    busy, exposed, link, wire, calls = (
+        sum(getattr(one, name) for one in each) / num_steps for name in Messages._fields[:-1]
+    )
+    return Messages(busy, exposed, link, wire, calls, max(one.group for one in each))
+
+
 def _step(trace: Trace, window: Window, layout: Arrangement) -> Measured:
     spans: dict[str, list[Span]] = {}
     sent: dict[str, list[tuple[Piece, Span]]] = {}
-    by_name: dict[str, Counter[str]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     for piece in trace.pieces:
         span = max(piece.start_s, window.start_s), min(piece.end_s, window.end_s)
         if span[0] >= span[1]:
@@ -157,7 +161,8 @@ def _step(trace: Trace, window: Window, layout: Arrangement) -> Measured:
             axis = axis_of(piece.message, layout)
             kind = f"exposed {axis}"
             sent.setdefault(axis, []).append((piece, span))
-        by_name.setdefault(kind, Counter())[piece.name] += span[1] - span[0]
+        names = by_name.setdefault(kind, {})
+        names[piece.name] = names.get(piece.name, 0.0) + span[1] - span[0]
         spans.setdefault(kind, []).append(span)
     parts, covered = covered_once(spans, ORDER)
     parts[IDLE] = window.seconds - length(covered)
