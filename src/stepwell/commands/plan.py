@@ -104,13 +104,13 @@ def _model(asked: Asked, subject: Subject) -> int:
     if subject.missing:
         found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
         ranking = replace(ranking, found=tuple(found))
-    deep = not asked.get("quick")
+    deep, told = not asked.get("quick"), asked.given.keys() & {"measured", "json", "html"}
     searched = Searched(
         ranking=ranking,
         explanation=explain(ranking, prices, deep),
         pareto=tuple(pareto(ranking.found)),
         batches=tuple(batches(ranking, prices)) if deep else (),
-        knobs=tuple(_knobs(measured, prices, ranking.best, ranking.task)),
+        knobs=tuple(_knobs(measured, prices, ranking.best, ranking.task)) if told else (),
         training_tokens=asked.get("tokens"),
         assumed=_assumed_of_model(asked, subject, ranking.task),
         gap=measured,

@@ -41,9 +41,9 @@ TOO_CLOSE = 1.02  # below what predictions can tell apart
 
 
 def show(what: RenderableType) -> None:
-    console = Console(highlight=False, soft_wrap=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=WIDTH)
+        console = Console(highlight=False, markup=False, emoji=False, width=WIDTH)
     console.print(what)
 
 
@@ -231,10 +231,11 @@ def reasons(answer: Searched) -> list[RenderableType]:
         lines.append(head)
         if reason.lead:
             lines.append(Padding(Text(reason.lead), (0, 0, 0, 5)))
-        for told in reason.told:
-            bullet = Table.grid(padding=(0, 1, 0, 0))
-            bullet.add_row("-", Text(told))
-            lines.append(Padding(bullet, (0, 0, 0, 5)))
+        if reason.told:
+            bullets = Table.grid(padding=(0, 1, 0, 0))
+            for told in reason.told:
+                bullets.add_row("-", Text(told))
+            lines.append(Padding(bullets, (0, 0, 0, 5)))
     return lines
 
 

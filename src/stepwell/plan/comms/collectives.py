@@ -8,7 +8,7 @@ their published designs send: Megatron-LM's tensor parallelism with sequence par
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm, prod
@@ -143,6 +143,7 @@ class _Step:
     N: int
     a: int
     g: int
+    axes: Mapping[str, tuple[int, int]]
 
     @staticmethod
     def of(job: Job, pp_rank: int) -> _Step:
@@ -155,6 +156,7 @@ class _Step:
             N=layout.tokens_of_rank,
             a=PRECISION_BYTES[layout.precision],
             g=PRECISION_BYTES[layout.gradient_precision],
+            axes=axes_of(layout),
         )
 
     @property
@@ -193,12 +195,16 @@ class _Step:
         ranks: tuple[int, int] | None = None,
     ) -> Sent:
         """ranks: (how many, stride) where the axis does not say it."""
-        num_ranks, stride = ranks or axis_ranks(self.layout, axis)
+        num_ranks, stride = ranks or self.axes[axis]
         return Sent(kind, axis, purpose, phase, num_ranks, stride, int(num_bytes), calls)
 
 
 def axis_ranks(layout: Arrangement, axis: str) -> tuple[int, int]:
-    """How many ranks an axis has, and their stride. ZeRO shards over dp_shard x cp; stage 0 only
+    return axes_of(layout)[axis]
+
+
+def axes_of(layout: Arrangement) -> dict[str, tuple[int, int]]:
+    """How many ranks each axis has, and their stride. ZeRO shards over dp_shard x cp; stage 0 only
     replicates."""
     tp, shard, replicate = layout.tp, layout.dp_shard * layout.cp, layout.dp_replicate
     if layout.zero == 0:
@@ -211,7 +217,7 @@ def axis_ranks(layout: Arrangement, axis: str) -> tuple[int, int]:
         "dp_replicate": (replicate, tp * shard),
         "pp": (layout.pp, tp * shard * replicate),
         "world": (layout.num_gpus, 1),
-    }[axis]
+    }
 
 
 def num_micro_batches(layout: Arrangement) -> int:

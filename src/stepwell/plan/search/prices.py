@@ -11,9 +11,8 @@ from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headroom
-from stepwell.plan.footprint.pieces import ranks_to_try
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.memory.ledger import predict_memory, predict_rank
+from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import run_of
 from stepwell.plan.search.space import Family, Task, body
@@ -124,8 +123,7 @@ class Prices:
         if self.config is None:
             return found
         try:
-            some = as_run(found, self.config, every_rank=False)
-            return some if some.headroom_bytes < 0 else as_run(found, self.config)
+            return as_run(found, self.config)
         except ConfigError as refusal:
             return str(refusal)
 
@@ -133,13 +131,9 @@ class Prices:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
 
 
-def as_run(candidate: Candidate, config: ModelConfig, every_rank: bool = True) -> Candidate:
-    """The candidate with the engine's exact ledger, of every rank of the pipeline or of those that
-    may need the most. Raises ConfigError with what the engine's rules have against it."""
+def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
+    """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
+    have against it."""
     run, world = run_of(config, candidate.layout), candidate.layout.num_gpus
     check_run(run, world)
-    if every_rank:
-        return replace(candidate, exact=predict_memory(run, world, device="cuda"))
-    ranks = {candidate.memory.pp_rank, *ranks_to_try(candidate.job.dims, candidate.layout)}
-    ledgers = [predict_rank(run, world, rank, device="cuda") for rank in sorted(ranks)]
-    return replace(candidate, exact=max(ledgers, key=lambda ledger: ledger.peak_bytes))
+    return replace(candidate, exact=predict_memory(run, world, device="cuda"))
