@@ -1,3 +1,6 @@
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from stepwell.hardware import ACCELERATORS, GIB
@@ -12,13 +15,27 @@ def test_every_accelerator_has_links():
 
 
 def test_a_group_leaves_the_scale_up_domain_where_its_ranks_do():
-    hopper, domain = cluster("h100-sxm"), cluster("gb200")
-    assert not hopper.spans_network(8)
-    assert hopper.spans_network(9)
-    assert hopper.spans_network(2, stride=8)
-    assert not hopper.spans_network(1, stride=8)
-    assert not domain.spans_network(9, stride=8)
-    assert domain.spans_network(10, stride=8)
+    hopper, domain, pcie = cluster("h100-sxm"), cluster("gb200"), cluster("l40s")
+    assert hopper.link(8, 1, world=64) == hopper.link(1, 8, world=64) == "scaleup"
+    assert hopper.link(16, 1, world=16) == hopper.link(2, 8, world=16) == "network"
+    assert domain.link(9, 8, world=72) == "scaleup"
+    assert domain.link(10, 8, world=80) == "network"
+    assert pcie.link(8, 1, world=8) == "pcie"
+    assert pcie.link(16, 1, world=16) == "network"
+
+
+def test_a_link_is_the_slowest_of_all_groups():
+    """Against every group in turn, also those that a border cuts though the first is whole."""
+    machines = replace(cluster("h100-nvl"), gpus_per_node=8, scaleup_gpus=4)
+    for num_ranks, stride, blocks in product(range(2, 10), range(1, 7), range(1, 6)):
+        block = num_ranks * stride
+        groups = [
+            [k * block + b + i * stride for i in range(num_ranks)]
+            for k, b in product(range(blocks), range(stride))
+        ]
+        cut = [any(len({r // size for r in g}) > 1 for g in groups) for size in (4, 8)]
+        slowest = "network" if cut[1] else "pcie" if cut[0] else "scaleup"
+        assert machines.link(num_ranks, stride, blocks * block) == slowest
 
 
 def test_a_cluster_of_ones_own(tmp_path):

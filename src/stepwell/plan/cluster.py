@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from stepwell.hardware import GIB, Accelerator, accelerator
 from stepwell.schema import Above0, Positive, Section, explain, read_toml
 from stepwell.types import ConfigError
+
+Link = Literal["scaleup", "pcie", "network"]
 
 GB, GBIT = 1e9, 1e9 / 8
 PCIE_GB_PER_S = 31.5  # PCIe 4.0 x 16
@@ -84,9 +86,18 @@ class Cluster:
     host_memory_bytes: int | None = None
     name: str = ""
 
-    def spans_network(self, num_ranks: int, stride: int = 1) -> bool:
-        """Whether a group of num_ranks ranks, `stride` apart, leaves the scale-up domain."""
-        return num_ranks > 1 and (num_ranks - 1) * stride >= self.scaleup_gpus
+    def link(self, num_ranks: int, stride: int, world: int) -> Link:
+        """The slowest link that any group of an axis crosses: groups of num_ranks ranks, `stride`
+        apart, next to each other on `world` ranks."""
+        if not _straddles(self.scaleup_gpus, num_ranks, stride, world):
+            return "scaleup"
+        return "network" if _straddles(self.gpus_per_node, num_ranks, stride, world) else "pcie"
+
+
+def _straddles(size: int, num_ranks: int, stride: int, world: int) -> bool:
+    """Whether a border between `size` ranks and the next cuts through a group. num_ranks x stride
+    ranks in a row are whole groups; a border anywhere within them cuts through one."""
+    return num_ranks > 1 and size < world and size % (num_ranks * stride) != 0
 
 
 class ClusterFile(Section):

@@ -69,6 +69,15 @@ def test_links_by_stride_and_machines():
     assert {one.stride for one in collectives(job(tp=8)) if one.axis == "dp_shard"} == {8}
     near = {one.axis: one.link(H100) for one in collectives(job(world=8, pp=2, tp=4))}
     assert near["pp"] == "scaleup"
+    # Stages share machines, and the second machine begins between two of them.
+    across = {one.axis: one.link(H100) for one in collectives(job(world=16, pp=4))}
+    assert across["pp"] == "network"
+    # First and last stage share a tied embedding.
+    for world, link in ((8, "scaleup"), (16, "network")):
+        whole = job(world=world, pp=2, program="megatron")
+        whole = replace(whole, dims=replace(whole.dims, tied=True))
+        (ends,) = (one for one in collectives(whole, 0) if one.purpose == "tied embedding")
+        assert (ends.stride, ends.link(H100)) == (world // 2, link)
     pcie = cluster("l40s")
     assert {one.link(pcie) for one in collectives(job(world=8, tp=8))} == {"pcie"}
     assert "network" in {one.link(pcie) for one in collectives(job(world=16, tp=8))}

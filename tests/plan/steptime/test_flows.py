@@ -13,7 +13,7 @@ GB = 10**9
 
 
 def sent(kind: str, num_ranks: int, stride: int = 1, axis: str = "dp_shard", calls: int = 1):
-    return Sent(kind, axis, "test", "backward", num_ranks, stride, GB, calls)
+    return Sent(kind, axis, "test", "backward", num_ranks, stride, GB, calls, num_ranks * stride)
 
 
 def one(*args, machines=H100, copies: int = 1, **more):

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from stepwell.parallel.remat import square_root_groups
 from stepwell.parallel.schedules import next_micro_batches
 from stepwell.parallel.wire import wire_bytes
-from stepwell.plan.cluster import Cluster
+from stepwell.plan.cluster import Cluster, Link
 from stepwell.plan.comms.weights import (
     Weight,
     block_weights,
@@ -34,7 +34,6 @@ from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 Phase = Literal["forward", "backward", "optimizer", "pipeline"]
-Link = Literal["scaleup", "pcie", "network"]
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}  # as sent
 
 
@@ -42,8 +41,8 @@ PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}  # as s
 class Sent:
     """`calls` equal collectives of a rank and step. kind: as in parallel.traffic. axis: dp_shard
     (with its context ranks), dp_replicate, tp, cp, pp, ep, edp (ranks of the same experts) or
-    world; num_ranks of it, `stride` ranks apart. num_bytes: the whole tensor of one call. phase:
-    when it is issued; recomputation is backward's."""
+    world; num_ranks of it, `stride` ranks apart, among `world` ranks. num_bytes: the whole tensor of
+    one call. phase: when it is issued; recomputation is backward's."""
 
     kind: str
     axis: str
@@ -53,6 +52,7 @@ class Sent:
     stride: int
     num_bytes: int
     calls: int
+    world: int
 
     @property
     def wire_bytes(self) -> float:
@@ -67,11 +67,9 @@ class Sent:
         return (self.num_ranks - 1) * (2 if self.kind == "all-reduce" else 1)
 
     def link(self, cluster: Cluster) -> Link:
-        """The slowest link that it crosses. A pipeline's messages go to a neighbour."""
-        reach = (self.num_ranks - 1 if self.axis != "pp" else 1) * self.stride
-        if not cluster.spans_network(reach + 1):
-            return "scaleup"
-        return "pcie" if reach < cluster.gpus_per_node else "network"
+        """The slowest link that a group of the axis crosses, also where a pipeline's last stage
+        sends to its first."""
+        return cluster.link(self.num_ranks, self.stride, self.world)
 
 
 class Total(NamedTuple):
@@ -196,7 +194,8 @@ class _Step:
     ) -> Sent:
         """ranks: (how many, stride) where the axis does not say it."""
         num_ranks, stride = ranks or self.axes[axis]
-        return Sent(kind, axis, purpose, phase, num_ranks, stride, int(num_bytes), calls)
+        size, world = int(num_bytes), self.layout.num_gpus
+        return Sent(kind, axis, purpose, phase, num_ranks, stride, size, calls, world)
 
 
 def axis_ranks(layout: Arrangement, axis: str) -> tuple[int, int]:
@@ -561,7 +560,8 @@ def _tied_embedding(step: _Step) -> Iterator[Sent]:
         return
     words = Weight((step.dims.vocab_size, step.dims.d_model), 0)
     if step.layout.program == "megatron":
-        num_bytes, pair = step.g * words.padded(step.layout.tp, 1), (2, 1)
+        num_stages, stride = axis_ranks(step.layout, "pp")
+        num_bytes, pair = step.g * words.padded(step.layout.tp, 1), (2, (num_stages - 1) * stride)
         entry = ("all-reduce", "pp", "tied embedding", "optimizer", num_bytes, 1, pair)
         yield step.one(*entry)
         return

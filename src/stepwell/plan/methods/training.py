@@ -262,7 +262,7 @@ def handed_over(dims: Dims, layout: Arrangement) -> list[Sent]:
     return [
         Sent(
             "all-gather", axis, "new weights", "forward", ranks, stride,
-            round(gathered_of(layout) * elements / calls), calls,
+            round(gathered_of(layout) * elements / calls), calls, layout.num_gpus,
         )
         for (axis, ranks, stride), elements in sizes.items()
         if ranks > 1

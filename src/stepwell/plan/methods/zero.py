@@ -160,7 +160,7 @@ def zero_table(
     if num_gpus < 1:
         raise ConfigError(f"num_gpus={num_gpus} must be at least 1")
     P, room = dims.parameters(), cluster.accelerator.memory_bytes
-    spans = cluster.spans_network(num_gpus)
+    spans = cluster.link(num_gpus, 1, num_gpus) != "scaleup"
     fast, far = efficiency[0] * cluster.scaleup_bytes_per_s, _ring(cluster, efficiency)
     rows = []
     for stage, name in zip(STAGES, NAMES, strict=True):
