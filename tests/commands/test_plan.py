@@ -19,9 +19,13 @@ from stepwell.commands.plan_options import (
     number,
     parse,
 )
+from stepwell.commands.training import find_recipe
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
+from stepwell.plan.footprint.footprint import footprint
+from stepwell.plan.job import job_of
+from stepwell.plan.memory.ledger import predict_rank
 from stepwell.presets import preset
 from stepwell.types import ConfigError
 
@@ -408,6 +412,26 @@ def test_the_memory_of_a_plan_is_that_of_its_dry_run(capsys, chunk):
     rows = {one["item"]: one for one in found["dry_run"]["predicted_and_counted"]}
     assert planned == rows["peak"]["predicted"]
     assert planned == pytest.approx(rows["peak"]["counted"], rel=0.1)
+
+
+@pytest.mark.parametrize("num_layers", [2, 9])
+def test_memory_is_shown_of_the_rank_that_is_named(capsys, num_layers):
+    settings = {"layout.zero": 1, "layout.pp": 2, "layout.dp_shard": 1}
+    settings |= {"model.num_layers": num_layers, "train.micro_batch_rows": 2}
+    words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words = ["quickstart-pretrain", "--gpus", "2", "--quick", *words]
+    code, out, err = run(capsys, *words, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    configured = Run.load(find_recipe(words[0]), settings)
+    ledgers = [predict_rank(configured, 2, rank, device="cuda") for rank in (0, 1)]
+    most = found["memory/pp_rank"]
+    assert ledgers[most].peak_bytes == max(ledger.peak_bytes for ledger in ledgers)
+    for name, num_bytes in ledgers[most].items.named().items():
+        assert found["memory/items"].get(name, 0) == num_bytes
+    held = footprint(job_of(configured, 2, cluster("h100-sxm")), most)
+    assert found["memory/items"]["fragmentation"] == round(held.fragmentation)
+    assert f"phase on pipeline rank {most}" in run(capsys, *words)[1]
 
 
 def test_a_table_of_runs_is_scored(capsys, tmp_path):

@@ -332,7 +332,7 @@ def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     """With the ledger of the run itself."""
     from stepwell.plan.memory.ledger import predict_memory
 
-    return replace(candidate, exact=predict_memory(run, world, device="cuda"))
+    return candidate.with_ledger(predict_memory(run, world, device="cuda"))
 
 
 def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:

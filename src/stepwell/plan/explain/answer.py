@@ -95,6 +95,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
             "memory/items": {k: round(n) for k, n in memory_items(found).items()},
             "memory/host": {k: round(n) for k, n in found.memory.host.items()},
             "memory/phase": found.exact.phase if found.exact else found.memory.phase,
+            "memory/pp_rank": found.memory.pp_rank,
             "time/parts": step.parts,
             "waterfall": [loss._asdict() for loss in waterfall(step)],
             "mfu_convention": CONVENTION,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stepwell.plan.footprint.footprint import Footprint
+from stepwell.plan.footprint.footprint import Footprint, footprint, headroom
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.memory.ledger import MemoryLedger
 from stepwell.plan.search.checks import pins_text
@@ -25,6 +25,10 @@ class Candidate:
     step: StepTime
     exact: MemoryLedger | None = None
     not_in_engine: str = ""
+
+    def with_ledger(self, ledger: MemoryLedger) -> Candidate:
+        """With the engine's own, and what lies beside its tensors on the same pipeline rank."""
+        return replace(self, exact=ledger, memory=footprint(self.job, ledger.pp_rank))
 
     @property
     def layout(self) -> Arrangement:

@@ -136,4 +136,4 @@ def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
     have against it."""
     run, world = run_of(config, candidate.layout), candidate.layout.num_gpus
     check_run(run, world)
-    return replace(candidate, exact=predict_memory(run, world, device="cuda"))
+    return candidate.with_ledger(predict_memory(run, world, device="cuda"))
