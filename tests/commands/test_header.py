@@ -9,6 +9,7 @@ from math import prod
 import pytest
 
 from stepwell.cli import main
+from stepwell.commands import plan
 from stepwell.commands.header import header_text, parts_text, plan_of, size_text
 from stepwell.commands.ranks import Ranks
 from stepwell.config import Run
@@ -70,6 +71,26 @@ def test_the_parts_add_up_to_the_total(name):
     memory = plan_of(run, ranks)["memory"]
     assert sum(memory["items"].values()) == memory["peak_bytes"]
     assert memory["by_phase"][memory["phase"]] == memory["peak_bytes"]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_the_plan_of_the_recipe_has_the_same_tensors(pp, tmp_path, capsys):
+    """And says so; what it adds is of the GPU, not of tensors."""
+    run = four(**{"layout.pp": pp, "model.num_layers": 6})
+    run.save(tmp_path / "run.toml")
+    words = [str(tmp_path / "run.toml"), "--gpus", "4", "--quick"]
+    assert plan.main([*words, "--json"]) == 0
+    items = json.loads(capsys.readouterr().out)["memory/items"]
+    beside = ("fragmentation", "driver and libraries", "communicators")
+    tensors = sum(n for name, n in items.items() if name not in beside)
+    assert tensors == plan_of(run, Ranks(4, True), "cuda")["memory"]["peak_bytes"]
+    assert all(items[name] > 0 for name in beside[1:])
+    assert plan.main(words) == 0
+    shown = re.search(r"tensors of these\s+([0-9.]+) GiB", capsys.readouterr().out)
+    assert shown
+    assert float(shown[1]) == round(tensors / 2**30, 1)
+    assert "tensors on a GPU; `stepwell plan` adds" in header_text(run, Ranks(4, True), "cuda")
+    assert "tensors on a CPU; `stepwell plan` is of GPUs" in header_text(run, Ranks(4, True), "cpu")
 
 
 def test_what_the_layout_is_and_what_it_keeps_where():

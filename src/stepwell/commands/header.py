@@ -190,10 +190,13 @@ def memory_lines(run: Run, ranks: Ranks, ledger: MemoryLedger, device: DeviceKin
     items = {
         name: ledger.items.named()[item] for name, item in item_names(run, ranks, sizes).items()
     }
-    where = "a CPU" if device == "cpu" else "a GPU"
+    where = {
+        "cpu": "tensors on a CPU; `stepwell plan` is of GPUs",
+        "cuda": "tensors on a GPU; `stepwell plan` adds what is beside them",
+    }[device]
     lines = [
         f"  predicted memory, at the highest point of a step: {size_text(ledger.peak_bytes)}{each}",
-        f"    {parts_text(items)} ({ledger.phase} phase, on {where})",
+        f"    {parts_text(items)} ({ledger.phase} phase; {where})",
     ]
     if ledger.host:
         kinds = ", ".join(f"offload.{key} {size_text(n)}" for key, n in ledger.host.items())

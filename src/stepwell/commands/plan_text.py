@@ -21,7 +21,6 @@ from stepwell.plan.explain.reasons import (
     zero_text,
 )
 from stepwell.plan.job import Dims
-from stepwell.plan.methods.text import configured
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import (
     LINE_COLUMNS,
@@ -31,6 +30,7 @@ from stepwell.plan.measured.shown import (
     line_rows,
     link_rows,
 )
+from stepwell.plan.methods.text import configured
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
 from stepwell.plan.search.space import REASONS, Task
@@ -294,6 +294,9 @@ def memory_table(found: Candidate) -> Table:
             continue
         bar = "#" * round(40 * num_bytes / total)
         table.add_row(name.replace("_", " "), f"{num_bytes / GIB:.1f} GiB", bar)
+    if found.exact:
+        tensors = f"{found.exact.peak_bytes / GIB:.1f} GiB"
+        table.add_row("tensors of these", tensors, "as `stepwell pretrain --check` says on a GPU")
     phase = found.exact.phase if found.exact else found.memory.phase
     where = f" on pipeline rank {found.memory.pp_rank}" if found.layout.pp > 1 else ""
     table.add_row("peak", f"{total / GIB:.1f} GiB", f"in the {phase} phase{where}")
