@@ -106,8 +106,12 @@ SHIPPED = Coefficients(
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.
 PROCESSORS = {
-    **{"volta": 80, "ampere": 108, "ada": 128},
-    **{"hopper": 132, "blackwell": 148, "cdna": 256},
+    "volta": 80,
+    "ampere": 108,
+    "ada": 128,
+    "hopper": 132,
+    "blackwell": 148,
+    "cdna": 256,
 }
 # FlashAttention-2 was written for Ampere, and Ada's units are the same: no newer kernel is faster
 # on these (2307.08691; 2407.08608 is for Hopper's).
