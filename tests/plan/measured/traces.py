@@ -10,6 +10,7 @@ from stepwell.plan.measured.compare import message_seconds, predicted_parts
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.step import predict_step
 
+EPOCH_US = 1666149715033200.0  # older versions count from 1970, newer ones from less long ago
 COMPUTE, GATHER, SCATTER, OTHER = 7, 20, 24, 28  # streams
 ALL_GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 REDUCE_SCATTER = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -33,7 +34,7 @@ COLLECTIVES = {
 def event(name, category, start_ms, end_ms, stream, **args):
     return {
         "ph": "X", "cat": category, "name": name, "pid": 0, "tid": stream,
-        "ts": 5977377083000.0 + 1e3 * start_ms, "dur": round(1e3 * (end_ms - start_ms), 3),
+        "ts": EPOCH_US + 1e3 * start_ms, "dur": round(1e3 * (end_ms - start_ms), 3),
         "args": {"External id": 1, "device": 0, "stream": stream, "correlation": 2, **args},
     }  # fmt: skip
 

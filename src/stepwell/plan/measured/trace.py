@@ -120,7 +120,7 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(
         steps,
         tuple(found.kernels if on_device else found.own_time()),
-        tuple(found.optimizer[on_device] or found.optimizer[False]),
+        tuple(found.optimizer[on_device]),
         properties[0].get("name", "") if on_device else "",
         ranks.get("world_size"),
         ranks.get("rank"),
@@ -129,11 +129,13 @@ def read_trace(path: str | Path) -> Trace:
 
 @dataclass
 class _Found:
-    """What is kept of the events. annotated: spans of ProfilerStep#N by number, on the device
+    """What is kept of the events. origin_us: of the clock, so that microseconds since 1970 lose
+    nothing as seconds. annotated: spans of ProfilerStep#N by number, on the device
     (True) and on the host; optimizer likewise. operators: of a CPU, by thread. gloo: its
     messages, which name neither sizes nor groups."""
 
     num_events: int = 0
+    origin_us: float | None = None
     kernels: list[Piece] = field(default_factory=list)
     devices: set[int] = field(default_factory=set)
     annotated: dict[bool, dict[int, tuple[float, float]]] = field(
@@ -153,7 +155,9 @@ class _Found:
         category, name = event.get("cat", "").lower(), intern(event.get("name", ""))
         if category not in KERNELS and category not in ANNOTATIONS and category != "cpu_op":
             return
-        start = float(event["ts"]) * 1e-6
+        if self.origin_us is None:
+            self.origin_us = float(event["ts"])
+        start = (float(event["ts"]) - self.origin_us) * 1e-6
         end = start + float(event.get("dur", 0)) * 1e-6
         args = event.get("args", {})
         if category in KERNELS:
@@ -203,7 +207,7 @@ def own_pieces(calls: Iterable[tuple[float, float, str]]) -> Iterator[Piece]:
     """The spans in which each of one thread's operators, (start, end, name), runs and none that it
     calls."""
     open_calls: list[tuple[float, str]] = []
-    now = 0.0
+    now = float("-inf")
 
     def until(time: float) -> Iterator[Piece]:
         nonlocal now
