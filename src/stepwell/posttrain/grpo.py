@@ -27,6 +27,7 @@ from stepwell.posttrain.policy.batch import (
     with_advantages,
 )
 from stepwell.posttrain.policy.dynamic_sampling import Drawn, draw_alive
+from stepwell.posttrain.policy.kl_control import kept_coef
 from stepwell.posttrain.policy.loss import OLD, REFERENCE, denominators, policy_loss
 from stepwell.posttrain.ppo.placement import Reference, check_reference, open_reference
 from stepwell.posttrain.rewards.composite import Rewards, reward_terms, with_overlong
@@ -57,12 +58,13 @@ from stepwell.types import ConfigError
 @dataclass(frozen=True)
 class Place:
     """How many rollouts were asked for, how many prompts were drawn to refill them, what the watch
-    over the reward knows, and the divergence's coefficient (None: the method's)."""
+    over the reward knows, and the divergence's coefficient, now and by the method."""
 
+    kl_coef: float
+    method_kl_coef: float
     rollouts: int = 0
     refilled: int = 0
     overopt: Mapping[str, Any] = field(default_factory=dict)
-    kl_coef: float | None = None
 
 
 def grpo(
@@ -132,8 +134,9 @@ def check_signs(method: GRPO) -> None:
 def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Reference | None) -> int:
     session, rewards, stream, greedy = loop
     run, engine, mesh = session.run, session.engine, session.engine.mesh
-    method, start, place = run.method, engine.step, place_of(session.extra)
+    method, start = run.method, engine.step
     assert isinstance(method, GRPO)
+    place = place_of(session.extra, method)
     samples = Samples(session, place.rollouts)
     if session.extra is None:
         samples.write(greedy().rows(), greedy=True)
@@ -155,7 +158,7 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
             answers = scored(answers, REFERENCE, reference, run, pad_id, mesh)
             kl = divergence(answers)
         more |= overopt.see(Rollouts(drawn.groups), kl)
-        coef = method.kl_coef if place.kl_coef is None else place.kl_coef
+        coef = place.kl_coef
         if method.over_budget == "raise":
             more["kl/coef"] = coef
         held = method.model_copy(update={"kl_coef": coef})
@@ -183,7 +186,8 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
             if session.finished or action == "rewind":
                 break
         if action == "rewind":
-            place = place_of(session.rewind(method.updates_per_rollout * method.minibatches))
+            steps = method.updates_per_rollout * method.minibatches
+            place = place_of(session.rewind(steps), method)
             overopt.load(place.overopt)
             stream.rewind(place.rollouts)
             samples.go_to(place.rollouts)
@@ -192,11 +196,12 @@ def _train(loop: Loop, prompts: Sequence[Prompt], pad_id: int, reference: Refere
         if session.finished:
             samples.write(greedy().rows(), place.rollouts, greedy=True)
             session.pause()
-        place = Place(
-            place.rollouts + 1,
-            place.refilled + drawn.num_refilled,
-            overopt.state(),
-            overopt.next_coef(coef),
+        place = replace(
+            place,
+            kl_coef=overopt.next_coef(coef),
+            rollouts=place.rollouts + 1,
+            refilled=place.refilled + drawn.num_refilled,
+            overopt=overopt.state(),
         )
         overopt.after_rollout(stream, asdict(place))
     samples.close()
@@ -258,10 +263,11 @@ class Seen:
         return message is not None
 
 
-def place_of(extra: Mapping[str, Any] | None) -> Place:
+def place_of(extra: Mapping[str, Any] | None, method: GRPO) -> Place:
     """Where a checkpoint's loop was."""
-    names = Place.__dataclass_fields__
-    return Place(**{k: v for k, v in (extra or {}).items() if k in names})
+    found = {k: v for k, v in (extra or {}).items() if k in Place.__dataclass_fields__}
+    coefs = {"kl_coef": kept_coef(found, method), "method_kl_coef": method.kl_coef}
+    return Place(**{**found, **coefs})
 
 
 def sampled_rows(drawn: Drawn, method: GRPO) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 import pytest
 
-from stepwell.posttrain.policy.kl_control import adapted, next_coef
-from stepwell.sections.methods import PPO
+from stepwell.posttrain.policy.kl_control import adapted, kept_coef, next_coef
+from stepwell.sections.methods import GRPO, PPO
 
 
 def test_known_answer():
@@ -35,3 +35,10 @@ def test_it_settles_at_the_target():
     for _ in range(4000):
         coef = adapted(coef, 0.6 / coef, 6.0, 1e3, 32)
     assert coef == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("method", [PPO(kl_coef=0.2), GRPO(kl_coef=0.2)])
+def test_a_run_goes_on_with_its_coefficient_and_a_branch_begins_with_its_own(method):
+    assert kept_coef({}, method) == kept_coef({"kl_coef": None}, method) == 0.2
+    assert kept_coef({"kl_coef": 0.3, "method_kl_coef": 0.2}, method) == 0.3
+    assert kept_coef({"kl_coef": 0.3, "method_kl_coef": 0.05}, method) == 0.2

@@ -461,6 +461,15 @@ def test_a_check_of_the_precision_is_of_the_step_and_leaves_its_numbers_alone(wo
         assert {key: value for key, value in other.items() if key in one} == one
 
 
+def test_a_branch_has_its_own_leash(world):
+    """The trunk's coefficient is what its controller made of another one."""
+    values = {"method.kl_coef": 0.05, "train.steps": 1, "method.prompts_per_step": 2}
+    assert main(words("ppo", settings("trunk", **values))) == 0
+    values |= {"method.kl_coef": 0.2, "train.steps": 2, "checkpoint.branch_from": "trunk"}
+    assert main(words("ppo", settings("held", **values))) == 0
+    assert [line["kl/coef"] for line in measured(world / "held")] == [0.2]
+
+
 def test_killed_twice_it_ends_as_if_undisturbed(world):
     """Rollouts, weights and numbers; the critic and the controller go on where they were."""
     values = {"train.steps": 16, "checkpoint.every_steps": 4, "method.minibatches": 2}

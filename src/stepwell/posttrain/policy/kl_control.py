@@ -3,7 +3,10 @@ divergence at a target."""
 
 from __future__ import annotations
 
-from stepwell.sections.methods import PPO
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.sections.methods import GRPO, PPO
 
 ERROR_BOUND = 0.2
 RAISE_BOUND = 0.5
@@ -31,3 +34,12 @@ def next_coef(method: PPO, coef: float, kl: float, num_samples: int) -> float:
     if method.kl_controller == "fixed":
         return coef
     return adapted(coef, kl, method.kl_target, method.kl_horizon, num_samples)
+
+
+def kept_coef(state: Mapping[str, Any], method: GRPO | PPO) -> float:
+    """The coefficient that a checkpoint's loop was at (`kl_coef`); the method's own at the start,
+    and in a branch whose method has another one than its trunk's (`method_kl_coef`)."""
+    if state.get("method_kl_coef", method.kl_coef) != method.kl_coef:
+        return method.kl_coef
+    found = state.get("kl_coef")
+    return method.kl_coef if found is None else found

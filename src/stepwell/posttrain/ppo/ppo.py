@@ -18,7 +18,7 @@ from stepwell.eval.grade import Prompt
 from stepwell.posttrain.answers import answers_of
 from stepwell.posttrain.first_model import require_model
 from stepwell.posttrain.overoptimisation.watch import Overopt
-from stepwell.posttrain.policy.kl_control import next_coef
+from stepwell.posttrain.policy.kl_control import kept_coef, next_coef
 from stepwell.posttrain.ppo.critic import NAME as CRITIC
 from stepwell.posttrain.ppo.critic import critic_run, value_loss
 from stepwell.posttrain.ppo.loss import policy_loss, shared
@@ -209,7 +209,8 @@ def _first(given: list[tuple[str, Tensor]] | None, run: Run) -> Iterable[tuple[s
 def _state(extra: Mapping[str, Any] | None, method: PPO) -> dict[str, Any]:
     """Rollouts done, the KL coefficient and what the watch over the reward knows, of a checkpoint
     or at the start."""
-    return {"rollouts": 0, "kl_coef": method.kl_coef, "overopt": {}} | dict(extra or {})
+    found = {"rollouts": 0, "overopt": {}} | dict(extra or {})
+    return found | {"kl_coef": kept_coef(found, method), "method_kl_coef": method.kl_coef}
 
 
 def _tell_memory(
