@@ -360,6 +360,6 @@ def help_text() -> str:
         "",
         "  stepwell plan --model llama3-405b --gpus 1024 --gpu h100-sxm --seq-len 8k \\",
         "    --global-batch-tokens 16M",
-        "  stepwell plan llama3-8b-pretrain --gpus 64 --measured mfu=0.35",
+        "  stepwell plan llama3-8b-pretrain --gpus 64 --measured mfu=0.3",
     ]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,12 @@ class StepTrace:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
             plain = Path(folder) / "trace.json"
             profiler.export_chrome_trace(str(plain))
-            with whole_file(path) as temporary, gzip.open(temporary, "wb", 6) as packed:
-                packed.write(plain.read_bytes())
+            with (
+                plain.open("rb") as source,
+                whole_file(path) as temporary,
+                gzip.open(temporary, "wb", 6) as packed,
+            ):
+                shutil.copyfileobj(source, packed)
 
     def close(self) -> None:
         """Stops a recording that is not to be written."""

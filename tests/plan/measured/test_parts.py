@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell.plan.job import Arrangement
-from stepwell.plan.measured.parts import COPIES, axis_of, category, kind_of, parts_of, union
+from stepwell.plan.measured.parts import COPIES, axis_of, category, part_of, parts_of, union
 from stepwell.plan.measured.trace import Message, Piece, read_trace
 from tests.plan.measured import traces
 from tests.plan.measured.traces import ADAM, ALL_GATHER, FLASH, GEMM, POINTWISE, REDUCE_SCATTER
@@ -141,7 +141,7 @@ def test_without_a_name_only_one_axis_can_be():
 
 
 def test_what_an_operator_calls_is_its_own():
-    assert kind_of(Piece("aten::bmm", 0, 1, None, ("stepwell::packed_attention",))) == "attention"
-    assert kind_of(Piece("aten::bmm", 0, 1, None, ("aten::linear",))) == "products"
-    assert kind_of(Piece("aten::mul", 1, 2), [(0.5, 3)]) == "optimizer"
-    assert kind_of(Piece("aten::mul", 0.4, 2), [(0.5, 3)]) == "memory-bound"
+    assert part_of(Piece("aten::bmm", 0, 1, None, ("stepwell::packed_attention",))) == "attention"
+    assert part_of(Piece("aten::bmm", 0, 1, None, ("aten::linear",))) == "products"
+    assert part_of(Piece("aten::mul", 1, 2), [(0.5, 3)]) == "optimizer"
+    assert part_of(Piece("aten::mul", 0.4, 2), [(0.5, 3)]) == "memory-bound"

@@ -156,7 +156,7 @@ def _step(trace: Trace, window: Window, layout: Arrangement) -> Measured:
         span = max(piece.start_s, window.start_s), min(piece.end_s, window.end_s)
         if span[0] >= span[1]:
             continue
-        kind = kind_of(piece, trace.optimizer)
+        kind = part_of(piece, trace.optimizer)
         if kind == "collectives":
             axis = axis_of(piece.message, layout)
             kind = f"exposed {axis}"
@@ -194,7 +194,7 @@ def gaps_of(covered: Sequence[Span], window: Window) -> list[float]:
     return [end - start for start, end in zip(edges[::2], edges[1::2], strict=True) if end > start]
 
 
-def kind_of(piece: Piece, optimizer: Sequence[Span] = ()) -> str:
+def part_of(piece: Piece, optimizer: Sequence[Span] = ()) -> str:
     """Its category; what runs while the optimiser steps, but for messages, is the optimiser's."""
     if piece.message is not None:
         return "collectives"
