@@ -154,6 +154,14 @@ def test_a_refreshed_reference_is_the_policy(world):
     assert trained("host", **few, **host) == moving
 
 
+def test_a_branch_finds_its_trunks_reference(world):
+    values = {"method.refresh_every": 1, "train.steps": 1}
+    assert main(command("trunk", **values)) == 0
+    values |= {"train.steps": 2, "checkpoint.branch_from": "trunk"}
+    assert main(command("branch", **values)) == 0
+    assert measured(world / "branch")[0]["kl/reference"] == pytest.approx(0, abs=1e-5)
+
+
 def test_adapters_and_their_reference(world):
     lora = {"lora.rank": 2, "optim.lr": 0.03, "train.steps": 3}
     off = trained("off", **lora, **{"method.reference": "adapter-off"})

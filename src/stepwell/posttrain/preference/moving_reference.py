@@ -41,28 +41,37 @@ class MovingReference:
         self._held.become(engine.iter_state())
         self.step = engine.step
         session.wait()  # a checkpoint under way uses the same group, and counts below
-        folder = session.dir / FOLDER
-        with self._held.weights() as weights:
-            place = checkpoint.step_folder(folder, engine.step)
-            saved = checkpoint.save_checkpoint(
-                place, weights, {}, {"step": engine.step}, engine.mesh
-            )
-            saved.wait()
+        self._write()
         if engine.mesh.is_main:
             wanted = [state.get(KEY, 0) for state in checkpoint.loop_states(session.dir)]
-            checkpoint.prune(folder, 1, keep_also=wanted)
+            checkpoint.prune(session.dir / FOLDER, 1, keep_also=wanted)
         session.log.event("reference", engine.step, is_policy_of_step=engine.step)
         session.pause()
 
     def go_to(self, step: int) -> None:
-        """Becomes the policy of an earlier refresh. Raises CheckpointError if that is gone."""
+        """Becomes the policy of an earlier refresh, also by the run that this one branched from,
+        which is needed no more then. Raises CheckpointError if that is gone."""
         run, engine = self.session.run, self.session.engine
         if step == self.step:
             return
+        self.step = step
         if step == 0:
             self._held = open_reference(run, engine, engine.mesh, self._first)
-        else:
-            shapes = parameter_shapes(run.model.model_copy(update={"head": "lm"}))
-            place = checkpoint.step_folder(self.session.dir / FOLDER, step)
-            self._held.become(checkpoint.load_weights(place, shapes))
-        self.step = step
+            return
+        own, trunk = checkpoint.step_folder(self.session.dir / FOLDER, step), None
+        if run.checkpoint.branch_from is not None and not own.exists():
+            trunk = checkpoint.of_run_or_itself(
+                run.checkpoint.branch_from, "checkpoint.branch_from"
+            ).parents[1]
+        place = own if trunk is None else checkpoint.step_folder(trunk / FOLDER, step)
+        shapes = parameter_shapes(run.model.model_copy(update={"head": "lm"}))
+        self._held.become(checkpoint.load_weights(place, shapes))
+        if trunk is not None:
+            self._write()
+
+    def _write(self) -> None:
+        """Every rank must call it together, with no checkpoint under way."""
+        place = checkpoint.step_folder(self.session.dir / FOLDER, self.step)
+        with self._held.weights() as weights:
+            mesh, state = self.session.engine.mesh, {"step": self.step}
+            checkpoint.save_checkpoint(place, weights, {}, state, mesh).wait()
