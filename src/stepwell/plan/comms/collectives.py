@@ -41,8 +41,8 @@ PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}  # as s
 class Sent:
     """`calls` equal collectives of a rank and step. kind: as in parallel.traffic. axis: dp_shard
     (with its context ranks), dp_replicate, tp, cp, pp, ep, edp (ranks of the same experts) or
-    world; num_ranks of it, `stride` ranks apart, among `world` ranks. num_bytes: the whole tensor of
-    one call. phase: when it is issued; recomputation is backward's."""
+    world; num_ranks of it, `stride` ranks apart, among `world` ranks. num_bytes: the whole tensor
+    of one call. phase: when it is issued; recomputation is backward's."""
 
     kind: str
     axis: str
