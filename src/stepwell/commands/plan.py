@@ -99,7 +99,7 @@ def _model(asked: Asked, subject: Subject) -> int:
         subject.dims, machines, num_gpus, seq_len, tokens, asked.pins, subject.config, prices=prices
     )
     if not ranking.found:
-        return _nothing_fits(asked, ranking)
+        return _nothing_fits(asked, ranking, subject)
     measured = _gap(asked, ranking.best.job, subject.config)
     if subject.missing:
         found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
@@ -213,8 +213,10 @@ def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, 
     return tuple(found)
 
 
-def _nothing_fits(asked: Asked, ranking: Any) -> int:
-    more = fewest_gpus(ranking.task) if ranking.closest is not None else None
+def _nothing_fits(asked: Asked, ranking: Any, subject: Subject) -> int:
+    more = None
+    if ranking.lacks_memory:
+        more = fewest_gpus(ranking.task, config=subject.config)
     text = nothing_fits(ranking)
     if more is not None:
         text += f"\nthe nearest number that something fits on is --gpus {more}"

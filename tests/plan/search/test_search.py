@@ -1,4 +1,5 @@
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -8,12 +9,12 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
 from stepwell.plan.job import job_of
-from stepwell.plan.search.candidates import complexity, nothing_fits, pareto
+from stepwell.plan.search.candidates import complexity, mesh_of, nothing_fits, pareto
 from stepwell.plan.search.checks import check_task
 from stepwell.plan.search.fewest import fewest_gpus
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import run_of, settings_of, settings_text, short, values_of
-from stepwell.plan.search.search import search
+from stepwell.plan.search.search import NUM_CHECKED, search
 from stepwell.plan.search.space import (
     REASONS,
     Family,
@@ -147,6 +148,131 @@ def test_pins_hold(prices):
     assert roomy.best.headroom_bytes >= 50 * 2**30
 
 
+# Held fixed to values that the wider search looks at, too.
+FIXED = {
+    "tp": (1, 2, 4, 8),
+    "cp": (1,),
+    "pp": (1, 2, 4, 8),
+    "zero": (0, 1, 2),
+    "micro_batch_rows": (1, 2, 4),
+    "recompute": ("none", "selective", "every", "full"),
+    "schedule": ("1f1b", "interleaved-1f1b", "zbv"),
+    "stages_per_rank": (2, 4),
+}
+
+
+def best_s(found_by, task, **pins):
+    """Of a search with these pins, without offload; inf where nothing fits."""
+    try:
+        found = search(task.dims, H100, task.num_gpus, task.seq_len, task.tokens,
+                       Pins(offload=(), **pins), found_by.config, 1.0, found_by).found  # fmt: skip
+    except ConfigError:
+        return math.inf
+    return found[0].step_s if found else math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "rows", "num"),
+    [("llama3-8b", 8, 16, 16), ("llama3-70b", 32, 64, 12)],
+)
+def test_who_holds_more_fixed_finds_nothing_faster(name, gpus, rows, num):
+    model, rng = find_model(name), random.Random(name)
+    some = Prices(model.dims, H100, model.config)
+    task = Task(model.dims, H100, gpus, SEQ_LEN, rows)
+    free_s, num_found = best_s(some, task), 0
+    for _ in range(num):
+        pins, last_s = {}, free_s
+        for key in rng.sample(list(FIXED), 4):
+            pins[key] = rng.choice(FIXED[key])
+            now_s = best_s(some, task, **pins)
+            assert now_s >= last_s * (1 - 1e-9), pins
+            if (last_s := now_s) == math.inf:
+                break
+            num_found += 1
+    assert num_found > num
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
+def test_the_best_is_found_again_with_its_values_fixed(name):
+    model = find_model(name)
+    some = Prices(model.dims, H100, model.config)
+    task = Task(model.dims, H100, 32, SEQ_LEN, 64)
+    best = search(model.dims, H100, 32, SEQ_LEN, task.tokens, Pins(offload=()), model.config, 1.0,
+                  some).best.layout  # fmt: skip
+    pins = {}
+    for key in ("tp", "cp", "pp", "zero", "micro_batch_rows", "recompute"):
+        pins[key] = getattr(best, key)
+        assert best_s(some, task, **pins) == pytest.approx(some.time(best).total_s), key
+
+
+def test_what_computes_more_again_is_found_where_less_only_seemed_to_fit(monkeypatch):
+    """The closed form's word is not the last: without the layouts that it takes for fitting and the
+    engine refuses, those that were left out for them are looked at."""
+    some = Prices(EIGHT.dims, H100, EIGHT.config)
+    task = Task(EIGHT.dims, H100, 8, SEQ_LEN, 32)
+    pins = {"tp": 1, "cp": 1, "pp": 1, "micro_batch_rows": 2}
+    before_s = best_s(some, task, **pins)
+    exact = some.as_run
+    fuller = {"none", "selective", "every"}
+    monkeypatch.setattr(some, "as_run", lambda x: "full" if x.recompute in fuller else exact(x))
+    after_s = best_s(some, task, **pins)
+    assert before_s < after_s == best_s(some, task, **pins, recompute="full") < math.inf
+
+
+def test_all_that_is_listed_was_put_before_the_engine():
+    """Of each mesh the first, what leaves more free than all before it, and the first ones."""
+    found = search(EIGHT.dims, H100, 32, SEQ_LEN, 64 * SEQ_LEN, None, EIGHT.config, 1.15).found
+    assert len(found) > 2 * NUM_CHECKED
+    firsts = {mesh_of(c.layout): c for c in reversed(found)}
+    for candidate in (*found[:NUM_CHECKED], *firsts.values(), *pareto(found)):
+        assert candidate.runnable is True
+        assert candidate.exact is not None
+        assert candidate.headroom_bytes >= 0
+    assert {candidate.runnable for candidate in found} == {True, None}
+
+
+def test_resharding_is_of_stage_3():
+    some = Prices(EIGHT.dims, H100, EIGHT.config)
+    for reshard in ("always", "never", "node"):
+        pins = Pins(reshard=reshard, offload=())
+        found = search(EIGHT.dims, H100, 16, SEQ_LEN, BATCH, pins, EIGHT.config, 1, some).found
+        assert found
+        assert {(c.layout.zero, c.layout.reshard) for c in found} == {(3, reshard)}
+        assert reshard == "never" or all(c.layout.pp == 1 for c in found)
+    one = search(EIGHT.dims, cluster("b300"), 1, 4096, 4096, Pins(reshard="always"), EIGHT.config)
+    assert one.best.layout.zero == 3
+
+
+def test_groups_of_blocks_that_are_computed_again_are_not_compiled():
+    found = search(EIGHT.dims, H100, 8, SEQ_LEN, BATCH, Pins(recompute="sqrt"), EIGHT.config)
+    assert found.best.layout.recompute == "sqrt"
+    assert not found.best.layout.compiled
+    assert found.best.runnable
+
+
+def test_what_fits_and_does_not_run_is_told_by_its_rule(monkeypatch):
+    """More accelerators would not help."""
+    some = Prices(EIGHT.dims, H100, EIGHT.config)
+    monkeypatch.setattr(some, "as_run", lambda _: "no run of that kind")
+    pins = Pins(tp=2, cp=1, pp=1, micro_batch_rows=1, offload=())
+    found = search(EIGHT.dims, H100, 8, SEQ_LEN, BATCH, pins, EIGHT.config, prices=some)
+    assert not found.found
+    assert not found.lacks_memory
+    said = nothing_fits(found)
+    assert "--offload none: no run of that kind" in said
+    assert "more accelerators" not in said
+    assert "refused by the engine's rules" in said
+
+
+def test_the_leanest_that_is_named_obeys_what_is_held_fixed():
+    big = find_model("llama3-405b")
+    pins = Pins(zero=1, schedule="interleaved-1f1b", stages_per_rank=2, offload=())
+    found = search(big.dims, H100, 16, SEQ_LEN, BATCH, pins, big.config)
+    assert found.lacks_memory
+    layout = found.closest.layout
+    assert (layout.zero, layout.schedule, layout.stages_per_rank) == (1, "interleaved-1f1b", 2)
+
+
 def test_tensor_ranks_leave_the_scale_up_domain_only_when_told():
     free = Task(EIGHT.dims, H100, 32, SEQ_LEN, 32)
     assert tensor_problem(free, 8) == ""
@@ -230,6 +356,11 @@ def test_offload_comes_only_when_nothing_fits_without():
             "must divide the 32 rows of a step; the nearest legal value is 2",
         ),
         (Pins(zero=1, reshard="node"), 8, "--reshard node is of ZeRO stage 3"),
+        (
+            Pins(offload=("optimizer", "parameters")),
+            8,
+            "parameters take the optimiser with them; the nearest legal value is --offload param",
+        ),
         (Pins(headroom_bytes=80 * 2**30), 8, "--headroom 80: a h100-sxm has 79.1 GiB"),
     ],
 )

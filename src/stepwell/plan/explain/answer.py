@@ -86,7 +86,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
         "hfu": step.hfu,
         "speed/tokens_per_s": found.tokens_per_s,
         "speed/tokens_per_s_per_gpu": step.tokens_per_s_per_gpu,
-        "runnable": not found.not_in_engine,
+        "runnable": found.runnable,
     }
     if found.not_in_engine:
         values["not_in_engine"] = found.not_in_engine

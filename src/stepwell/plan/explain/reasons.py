@@ -16,7 +16,7 @@ from stepwell.hardware import GIB
 from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement
 from stepwell.plan.memory.ledger import state_bytes_per_parameter
-from stepwell.plan.search.candidates import Candidate, Ranking
+from stepwell.plan.search.candidates import Candidate, Ranking, mesh_of
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import (
     data_text,
@@ -136,10 +136,6 @@ def runners_up(ranking: Ranking, most: int = 8) -> list[Candidate]:
             seen.add(mesh_of(candidate.layout))
             found.append(candidate)
     return found
-
-
-def mesh_of(layout: Arrangement) -> tuple[int, ...]:
-    return layout.tp, layout.cp, layout.pp, layout.ep
 
 
 # --- axis by axis ----------------------------------------------------------------------------

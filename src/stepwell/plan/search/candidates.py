@@ -35,6 +35,11 @@ class Candidate:
         return self.job.layout
 
     @property
+    def runnable(self) -> bool | None:
+        """None: the engine has not been asked."""
+        return False if self.not_in_engine else True if self.exact else None
+
+    @property
     def step_s(self) -> float:
         return self.step.total_s
 
@@ -75,6 +80,12 @@ class Ranking:
     complaints: tuple[str, ...] = ()
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether not even what needs the least fits into an accelerator."""
+        spare, cluster = self.task.pins.headroom_bytes, self.task.cluster
+        return self.closest is not None and headroom(self.closest.memory, cluster) < spare
+
+    @property
     def best(self) -> Candidate:
         """Raises ConfigError where nothing fits, with what the closest layout lacks."""
         if self.found:
@@ -90,6 +101,8 @@ def nothing_fits(ranking: Ranking) -> str:
     held = f" with {pins_text(pins)}" if pins.given() else ""
     if closest is None:
         return f"{what}obeys the rules{held}: {rules_text(ranking)}"
+    if not ranking.lacks_memory:
+        return f"{what}runs{held}: {rules_text(ranking)}"
     has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
     said = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"
     said += f" of {has / 2**30:.1f} on each{held}"
@@ -104,9 +117,13 @@ def nothing_fits(ranking: Ranking) -> str:
 def rules_text(ranking: Ranking) -> str:
     """What stands against each layout, the most frequent first."""
     meshes = [f"{REASONS[k]} ({n:,} meshes)" for k, n in ranking.refused_meshes.most_common()]
-    layouts = [f"{REASONS[k]} ({n:,} layouts)" for k, n in ranking.refused.most_common()]
-    found = meshes + layouts + list(ranking.complaints[:2])
+    layouts = [f"{REASONS[k]} ({n:,} layouts)" for k, n in ranking.refused.most_common() if n]
+    found = list(ranking.complaints[:2]) + meshes + layouts
     return "; ".join(found) or "what is held fixed leaves nothing to look at; free some of it"
+
+
+def mesh_of(layout: Arrangement) -> tuple[int, ...]:
+    return layout.tp, layout.cp, layout.pp, layout.ep
 
 
 def complexity(layout: Arrangement) -> tuple[int, ...]:

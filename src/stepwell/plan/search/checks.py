@@ -182,6 +182,12 @@ def _data(task: Task) -> None:
             f"--reshard {pins.reshard} is of ZeRO stage 3, and --zero {pins.zero} is held fixed; "
             "leave --reshard out"
         )
+    if {"optimizer", "parameters"} <= {*(pins.offload or ())}:
+        legal = ",".join(kind for kind in pins.offload or () if kind != "optimizer")
+        raise ConfigError(
+            f"--offload {','.join(pins.offload or ())}: parameters take the optimiser with them; "
+            f"the nearest legal value is --offload {legal}"
+        )
 
 
 def check_headroom(pins: Pins, cluster: Cluster) -> None:

@@ -22,14 +22,15 @@ from stepwell.plan.search.space import (
     recomputations,
     schedules,
 )
+from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 
-def fewest_gpus(task: Task, times: int = 64) -> int | None:
+def fewest_gpus(task: Task, times: int = 64, config: ModelConfig | None = None) -> int | None:
     """The number of accelerators on which something fits: doubled as often as needed, then the
     least of up to 16 numbers of whole machines between. None if not even `times` as many are
-    enough."""
-    prices, number = Prices(task.dims, task.cluster), task.num_gpus
+    enough. config: the engine's model, which then must run it, too."""
+    prices, number = Prices(task.dims, task.cluster, config), task.num_gpus
     while number < times * task.num_gpus:
         number *= 2
         if _something_fits(replace(task, num_gpus=number), prices):
@@ -53,7 +54,13 @@ def _something_fits(task: Task, prices: Prices) -> bool:
     except ConfigError:
         return False
     spare = task.pins.headroom_bytes
-    return any(prices.fits(layout, spare) for layout in _leanest(task))
+    fitting = (prices.as_run(x) for x in _leanest(task) if prices.fits(x, spare))
+    return any(not isinstance(found, str) and found.headroom_bytes >= spare for found in fitting)
+
+
+def leanest_of(task: Task, prices: Prices) -> Arrangement | None:
+    """What holds the least on an accelerator; None where the rules allow nothing."""
+    return min(_leanest(task), key=lambda x: prices.memory(x).total, default=None)
 
 
 def _leanest(task: Task) -> Iterator[Arrangement]:

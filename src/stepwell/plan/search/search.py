@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.job import Arrangement, Dims
-from stepwell.plan.search.candidates import Candidate, Ranking, complexity
+from stepwell.plan.search.candidates import Candidate, Ranking, complexity, mesh_of
 from stepwell.plan.search.checks import check_task
+from stepwell.plan.search.fewest import leanest_of
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import (
     Family,
@@ -46,7 +47,7 @@ from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 SLACK = 1.1
-NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger
+NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger in any case
 OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters", "activations"))
 
 
@@ -82,8 +83,7 @@ def search(
     begin, prices = time.perf_counter(), prices or Prices(dims, cluster, config)
     opened = _search(task, prices, slack, at_most_s)
     offload: tuple[str, ...] = ()
-    nothing = not opened.found and opened.leanest is not None
-    if nothing and may_offload and task.pins.offload is None and at_most_s == math.inf:
+    if not opened.found and may_offload and task.pins.offload is None and at_most_s == math.inf:
         for offload in OFFLOADS:
             lighter = replace(task, pins=replace(task.pins, offload=offload))
             again = _search(lighter, prices, slack)
@@ -93,9 +93,7 @@ def search(
         else:
             offload = ()
     found = _checked(opened, slack)
-    closest = None
-    if not found and opened.leanest is not None:
-        closest = prices.candidate(opened.leanest)
+    lean = None if found else leanest_of(task, prices)
     return Ranking(
         task=task,
         found=found,
@@ -105,7 +103,7 @@ def search(
         num_layouts=opened.num_layouts,
         num_timed=opened.num_timed,
         seconds=time.perf_counter() - begin,
-        closest=closest,
+        closest=prices.candidate(lean) if lean else None,
         offload=offload,
         complaints=tuple(dict.fromkeys(opened.complaints)),
     )
@@ -121,7 +119,8 @@ def _of(borders: Borders, levels: Iterable[Level]) -> Iterator[tuple[float, int]
 
 @dataclass
 class _Open:
-    """A search under way. found: layouts that fit, by their seconds, the fastest first."""
+    """A search under way. found: layouts that fit, by their seconds, the fastest first. heavier: by
+    layout those that were left out since this one, with less recomputation, seemed to fit."""
 
     task: Task
     prices: Prices
@@ -130,13 +129,13 @@ class _Open:
     num_meshes: int = 0
     num_layouts: int = 0
     num_timed: int = 0
-    leanest: Arrangement | None = None
-    least_bytes: float = math.inf
     found: dict[Arrangement, float] = field(default_factory=dict)
     best_s: float = math.inf
     counts: dict[tuple[object, ...], int] = field(default_factory=dict)
     borders: dict[tuple[object, ...], Borders] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
+    heavier: dict[Arrangement, list[Arrangement]] = field(default_factory=dict)
+    failed: set[Arrangement] = field(default_factory=set)
 
     def count(self, family: Family) -> int:
         """Its data parallel layouts."""
@@ -171,9 +170,18 @@ class _Open:
         alike = family._replace(
             schedule=schedule, stages_per_rank=v, recompute=level[0], recompute_every=level[1]
         )
-        fits = self.fits(leanest(body(self.task, alike)))
+        spare = self.task.pins.headroom_bytes
+        fits = self.prices.fits(leanest(body(self.task, alike)), spare)
         borders[level] = (crowded_at, micro) if fits else (micro, fits_at)
         return not fits
+
+    def lighter(self, layout: Arrangement) -> Arrangement | None:
+        """A layout that fits with less recomputation, as far as is known."""
+        spare = self.task.pins.headroom_bytes
+        for less in with_less_recomputation(self.task, layout):
+            if less not in self.failed and self.prices.fits(less, spare):
+                return less
+        return None
 
     def runs(self, layout: Arrangement) -> bool:
         """Whether the engine has nothing against it, and room by its exact ledger."""
@@ -186,12 +194,6 @@ class _Open:
             self.refused["exact memory"] += 1
             return False
         return True
-
-    def fits(self, layout: Arrangement) -> bool:
-        held = self.prices.memory(layout).total
-        if held < self.least_bytes:
-            self.least_bytes, self.leanest = held, layout
-        return self.prices.fits(layout, self.task.pins.headroom_bytes)
 
 
 def _search(task: Task, prices: Prices, slack: float, at_most_s: float = math.inf) -> _Open:
@@ -207,7 +209,8 @@ def _search(task: Task, prices: Prices, slack: float, at_most_s: float = math.in
     while heap and heap[0][0] <= min(slack * opened.best_s, at_most_s):
         seconds, _, family, layout = heapq.heappop(heap)
         if family is None:
-            _take(opened, layout, seconds)
+            for some in _take(opened, layout, seconds):
+                heapq.heappush(heap, (prices.time(some).total_s, next(order), None, some))
         elif layout is None and opened.is_too_large(family):
             opened.refused["memory"] += opened.count(family)
         elif layout is None:
@@ -246,18 +249,26 @@ def _timed(opened: _Open, family: Arrangement) -> Iterator[Arrangement]:
     for layout in data_layouts(task, family, opened.refused):
         if not prices.fits(layout, spare):
             opened.refused["memory"] += 1
-        elif any(prices.fits(less, spare) for less in with_less_recomputation(task, layout)):
+        elif lighter := opened.lighter(layout):
+            opened.heavier.setdefault(lighter, []).append(layout)
             opened.refused["more recomputation"] += 1
         else:
             opened.num_timed += 1
             yield layout
 
 
-def _take(opened: _Open, layout: Arrangement, seconds: float) -> None:
-    """The fastest one must run; the others are asked when they are listed."""
+def _take(opened: _Open, layout: Arrangement, seconds: float) -> list[Arrangement]:
+    """The fastest one must run; the others are asked when they are listed. In place of one that
+    does not: those that compute more again, which had been left out for it."""
     if opened.found or opened.runs(layout):
         opened.found[layout] = seconds
         opened.best_s = min(opened.best_s, seconds)
+        return []
+    opened.failed.add(layout)
+    instead = opened.heavier.pop(layout, [])
+    opened.refused["more recomputation"] -= len(instead)
+    opened.num_timed += len(instead)
+    return instead
 
 
 def with_less_recomputation(task: Task, layout: Arrangement) -> list[Arrangement]:
@@ -273,22 +284,27 @@ def with_less_recomputation(task: Task, layout: Arrangement) -> list[Arrangement
 
 
 def _checked(opened: _Open, slack: float) -> tuple[Candidate, ...]:
-    """Ranked; the first ones as the engine sees them."""
+    """Ranked, as the engine sees them: the first ones, the first of each mesh, and those that leave
+    more memory free than all before. The others are as they were predicted."""
     limit = slack * opened.best_s
     ranked = sorted(
         (layout for layout, seconds in opened.found.items() if seconds <= limit),
         key=lambda layout: (round(opened.found[layout], 6), complexity(layout)),
     )
     found: list[Candidate] = []
+    meshes_seen, most_free = set[tuple[int, ...]](), -math.inf
     missing = "" if opened.prices.config else "the engine has no such model yet"
     for layout in ranked:
-        candidate = opened.prices.candidate(layout)
-        if len(found) < NUM_CHECKED:
+        candidate, mesh = opened.prices.candidate(layout), mesh_of(layout)
+        freer = candidate.headroom_bytes > most_free
+        if len(found) < NUM_CHECKED or mesh not in meshes_seen or freer:
             if not opened.runs(layout):
                 continue
             exact = opened.prices.as_run(layout)
             assert not isinstance(exact, str)
             candidate = exact
+            most_free = max(most_free, exact.headroom_bytes)
+        meshes_seen.add(mesh)
         found.append(replace(candidate, not_in_engine=missing))
     return tuple(found)
 

@@ -250,7 +250,7 @@ def body(task: Task, family: Family) -> Arrangement:
         recipe="tensorwise" if family.precision == "fp8" else "none",
         recompute=family.recompute,
         recompute_every=family.recompute_every,
-        compiled=task.pins.compiled and not halves,
+        compiled=task.pins.compiled and not halves and family.recompute != "sqrt",
         loss_chunk_tokens=CHUNK_TOKENS,
         offload_optimizer="optimizer" in offload,
         offload_parameters="parameters" in offload,
@@ -344,12 +344,12 @@ def _number_problem(number: int, pp: int, schedule: str, v: int) -> str:
 
 def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Arrangement]:
     """The ways in which the data ranks of a layout can divide the model."""
-    pins, dp = task.pins, body.dp_shard
+    pins, dp, asked = task.pins, body.dp_shard, _asked_stage(task.pins)
     if dp * body.cp == 1:
-        if pins.zero in (None, 0) and pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
+        if asked in (None, 0) and pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
             yield body.having(zero=0)
         elif pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
-            yield _staged(body, pins.zero or 0, pins.reshard or "always")
+            yield _staged(body, asked or 0, pins.reshard or "always")
         return
     for shard in divisors(dp):
         replicas = dp // shard
@@ -365,16 +365,21 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
                 yield staged.having(reduce_every_micro_batch=False)
 
 
+def _asked_stage(pins: Pins) -> int | None:
+    """Only stage 3 has weights that are gathered again."""
+    return 3 if pins.reshard is not None else pins.zero
+
+
 def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
     """(ZeRO stage, resharding) that shard ranks can have; stage 0 shards nothing, so it is listed
     once, where all ranks are shards."""
-    pins = task.pins
+    pins, asked = task.pins, _asked_stage(task.pins)
     found: list[tuple[int, Any]] = [(0, "never")] if shard == body.dp_shard else []
     if shard * body.cp > 1:
         found.append((1, "never"))
         # With a pipeline weights stay gathered, as at stage 1; kept without one, as at stage 2.
         if body.pp > 1:
-            found += [(3, "never")] if pins.zero == 3 else []
+            found += [(3, "never")] if asked == 3 else []
         else:
             found += [(2, "never"), (3, "always")]
             found += [(3, "never")] if pins.reshard == "never" else []
@@ -383,7 +388,7 @@ def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
     return [
         (zero, reshard)
         for zero, reshard in found
-        if pins.zero in (None, zero) and (zero < 3 or pins.reshard in (None, reshard))
+        if asked in (None, zero) and pins.reshard in (None, reshard)
     ]
 
 
