@@ -163,9 +163,13 @@ def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> I
     for asked in _questions(task, best.layout):
         found = []
         for label, changes, pins in asked.others:
-            alone = _exactly(changed(prices, task, best.layout, changes), prices, best)
             searched = deep and not fixed(task.pins, pins)
+            alone = changed(prices, task, best.layout, changes)
+            if alone.works and (searched or _is_close(alone, best)):
+                alone = _exactly(alone, prices, task)
             limit = WORTH_TELLING * best.step_s
+            if alone.works:  # nothing slower need be looked for
+                limit = min(limit, 1.0001 * alone.step_s)
             other = _best_with(prices, within, pins, limit) if searched else None
             found.append(Alternative(label, alone, other, searched))
         told = [_told(alternative, best) for alternative in found]
@@ -182,15 +186,20 @@ def _as_offloaded(task: Task, best: Candidate) -> Task:
     return replace(task, pins=replace(task.pins, offload=offload))
 
 
-def _exactly(alone: Changed, prices: Prices, best: Candidate) -> Changed:
-    """What seems to fit, and would be faster, is asked of the engine's own ledger."""
-    if not alone.works or alone.step_s >= best.step_s:
-        return alone
+def _is_close(alone: Changed, best: Candidate) -> bool:
+    """Whether the engine's own ledger may decide: it hardly fits, or it would be faster."""
+    full = 0.95 * best.job.cluster.accelerator.memory_bytes
+    return alone.step_s < best.step_s or alone.peak_bytes > full
+
+
+def _exactly(alone: Changed, prices: Prices, task: Task) -> Changed:
+    """What seems to fit, by the engine's own ledger."""
     assert alone.layout is not None
     exact = prices.as_run(alone.layout)
     if isinstance(exact, str):
         return replace(alone, broken=exact)
-    return replace(alone, peak_bytes=exact.peak_bytes, fits=exact.headroom_bytes >= 0)
+    spare = max(0.0, task.pins.headroom_bytes)
+    return replace(alone, peak_bytes=exact.peak_bytes, fits=exact.headroom_bytes >= spare)
 
 
 def fixed(pins: Pins, wanted: dict[str, Any]) -> bool:
@@ -445,7 +454,7 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         other = alternative.best
         versus = change_text(other.step_s, best.step_s)
         text += f" The best with it takes {other.step_s:.2f} s ({versus}): {short(other.layout)}."
-    elif alternative.searched and alternative.best is None and not alone.broken:
+    elif alternative.searched and alternative.best is None and not (alone.broken or alone.fits):
         text += f" No layout with it that fits takes less than {WORTH_TELLING:g} times as long."
     return text
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.memory.ledger import predict_memory
+from stepwell.plan.memory.ledger import predict_memory, predict_rank
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import run_of
 from stepwell.plan.search.space import Family, Task, body
@@ -123,9 +124,12 @@ class Prices:
         if self.config is None:
             return found
         try:
-            return as_run(found, self.config)
+            run = checked_run(self.config, layout)
         except ConfigError as refusal:
             return str(refusal)
+        rank = predict_rank(run, layout.num_gpus, found.memory.pp_rank, device="cuda")
+        worst = replace(found, exact=rank)
+        return worst if worst.headroom_bytes < 0 else _with_ledger(found, run)
 
     def candidate(self, layout: Arrangement) -> Candidate:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
@@ -134,6 +138,16 @@ class Prices:
 def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
     """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
     have against it."""
-    run, world = run_of(config, candidate.layout), candidate.layout.num_gpus
-    check_run(run, world)
+    return _with_ledger(candidate, checked_run(config, candidate.layout))
+
+
+def checked_run(config: ModelConfig, layout: Arrangement) -> Run:
+    """Raises ConfigError."""
+    run = run_of(config, layout)
+    check_run(run, layout.num_gpus)
+    return run
+
+
+def _with_ledger(candidate: Candidate, run: Run) -> Candidate:
+    world = candidate.layout.num_gpus
     return candidate.with_ledger(predict_memory(run, world, device="cuda"))
