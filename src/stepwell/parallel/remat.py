@@ -39,9 +39,15 @@ def segments_of(run: Run, sizes: AxisSizes, start: int, stop: int) -> tuple[Segm
         return within_budget(run, sizes, start, stop)
     keep: dict[str, Keep] = {"none": "all", "full": "input", "selective": "products"}
     if mode == "every":
-        every = run.remat.every
-        return tuple(Segment(i, i + 1, "all" if i % every else "input") for i in numbers)
+        chosen = chosen_blocks(numbers, run.remat.every)
+        return tuple(Segment(i, i + 1, "input" if i in chosen else "all") for i in numbers)
     return tuple(Segment(i, i + 1, keep[mode]) for i in numbers)
+
+
+def chosen_blocks(blocks: range, every: int) -> range:
+    """Of a stage's blocks, numbered through the whole model, those that mode "every" computes
+    again. A stage of few blocks may have all of them, or none."""
+    return range(blocks.start + -blocks.start % every, blocks.stop, every)
 
 
 def square_root_groups(start: int, stop: int) -> tuple[Segment, ...]:

@@ -11,10 +11,16 @@ from stepwell.plan.footprint.activations import block_of
 from stepwell.plan.footprint.coefficients import MemoryCoefficients
 from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.footprint.moments import moments_of, rank_of
-from stepwell.plan.footprint.pieces import most_in_flight, pieces_of_rank, ranks_to_try
+from stepwell.plan.footprint.pieces import (
+    most_in_flight,
+    pieces_of_rank,
+    ranks_to_try,
+    recomputed_of_ranks,
+)
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, dims_of, job_of
 from stepwell.plan.memory.ledger import predict_rank, zero_bytes_per_parameter
 from stepwell.plan.memory.sizes import in_flight
+from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import PRESETS
 
 H100 = cluster("h100-sxm")
@@ -65,6 +71,16 @@ GRID = {
     "full, pipeline": ({"remat.mode": "full", "layout.pp": 4}, 16),
     "selective": ({"remat.mode": "selective"}, 8),
     "every": ({"remat.mode": "every", "remat.every": 3}, 8),
+    "every, stages of one block": (
+        {"remat.mode": "every", "remat.every": 4, "layout.pp": 4, "layout.pp_stages_per_rank": 8}
+        | {"layout.pp_schedule": "interleaved-1f1b"},
+        16,
+    ),
+    "every, uneven stages": (
+        {"remat.mode": "every", "remat.every": 4, "layout.pp": 4, "layout.pp_stages_per_rank": 3}
+        | {"layout.pp_schedule": "interleaved-1f1b"},
+        16,
+    ),
     "sqrt": ({"remat.mode": "sqrt"}, 8),
     "compiled": ({"layout.compile": True}, 8),
     "float32": ({"precision.compute": "fp32"}, 8),
@@ -161,6 +177,25 @@ def test_the_worst_pipeline_rank_is_among_those_tried(schedule):
                 assert footprint(uneven).total == every
 
 
+def test_ranks_whose_stages_hold_none_of_the_chosen_blocks_are_tried():
+    """One block in 4. With an embedding, 30 blocks and a head in 32 stages one rank computes all of
+    its blocks again, and the others none, which need as much as without recomputation."""
+    for num_layers, v in ((32, 2), (32, 4), (32, 8), (30, 8)):
+        dims = replace(LLAMA, num_layers=num_layers)
+        known = job(dims, seq_len=4096, pp=4, stages_per_rank=v, schedule="interleaved-1f1b",
+                    program="stepwell", dp_shard=2, batch=64, recompute="every",
+                    recompute_every=4)  # fmt: skip
+        every = [footprint(known, rank).total for rank in range(4)]
+        assert footprint(known).total == max(every), v
+        alike = [replace(known, layout=replace(known.layout, recompute=m)) for m in ("full", "none")]
+        full, none = (footprint(one).total for one in alike)
+        assert full < max(every) <= none, v
+        if num_layers == 30:
+            assert recomputed_of_ranks(dims, known.layout) == [0, 8, 0, 0]
+            assert max(every) == none
+            assert predict_step(known).parts == predict_step(alike[0]).parts  # the busiest rank's
+
+
 def test_ranks_of_unlike_blocks_are_all_tried():
     experts = Experts(64, 4, 2048, num_dense_layers=24)
     dims = replace(LLAMA, d_ff=1024, vocab_size=1024, experts=experts)
@@ -184,8 +219,8 @@ def test_stages_and_what_is_in_flight():
     assert [in_flight(run, axes, rank, 4) for rank in range(4)] == [4, 3, 2, 1]
     dims = replace(LLAMA, experts=Experts(8, 2, 1024, num_dense_layers=3))
     layout = job(dims, pp=4).layout
-    assert pieces_of_rank(dims, layout, 0).stages == ((3, 5),)
-    assert pieces_of_rank(dims, layout, 3).stages == ((0, 8),)
+    assert pieces_of_rank(dims, layout, 0).stages == ((range(3), range(3, 8)),)
+    assert pieces_of_rank(dims, layout, 3).stages == ((range(24, 24), range(24, 32)),)
 
 
 # --- Megatron: the paper's sums ---------------------------------------------------------------

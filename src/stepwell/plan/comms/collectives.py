@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import Literal, NamedTuple
 
-from stepwell.parallel.remat import square_root_groups
+from stepwell.parallel.remat import chosen_blocks, square_root_groups
 from stepwell.parallel.schedules import next_micro_batches
 from stepwell.parallel.wire import wire_bytes
 from stepwell.plan.cluster import Cluster, Link
@@ -234,8 +234,10 @@ def _filled_up(wanted: int, pp: int, v: int, schedule: str) -> int:
 
 
 def _shape(job: Job, rank: int) -> tuple[object, ...]:
-    parts = parts_of(job.layout, job.dims.num_layers, rank)
-    return tuple((len(part.blocks), part.first, part.last) for part in parts)
+    """What of a rank's stages decides over what it sends."""
+    step = _Step.of(job, rank)
+    shares = step.num_expert_blocks, _recomputed(step)
+    return shares, tuple((len(part.blocks), part.first, part.last) for part in step.parts)
 
 
 def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
@@ -397,7 +399,7 @@ def _recomputed(step: _Step) -> _Again:
         return _Again(products=number)
     if mode == "every":
         every = step.layout.recompute_every
-        chosen = sum(i % every == 0 for part in step.parts for i in part.blocks)
+        chosen = sum(len(chosen_blocks(part.blocks, every)) for part in step.parts)
         return _Again(chosen, groups=chosen)
     if mode == "sqrt":
         of_parts = (square_root_groups(p.blocks.start, p.blocks.stop) for p in step.parts)

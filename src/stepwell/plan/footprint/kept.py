@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from stepwell.parallel.remat import chosen_blocks
 from stepwell.plan.footprint.activations import Block, Modules
 from stepwell.plan.job import Arrangement
 
 
-def kept_by(block: Block, number: int, layout: Arrangement) -> Modules:
-    """What `number` blocks of a stage keep of one micro-batch. budget: as "full", the least."""
-    mode = layout.recompute
+def kept_by(block: Block, blocks: range, layout: Arrangement) -> Modules:
+    """What these blocks, alike and of one stage, keep of one micro-batch. budget: as "full", the
+    least."""
+    mode, number = layout.recompute, len(blocks)
     if mode == "none":
         return block.all.times(number)
     if mode == "selective":
         return block.products.times(number)
     if mode == "every":
-        inputs = -(-number // layout.recompute_every)
+        inputs = len(chosen_blocks(blocks, layout.recompute_every))
         return block.input.times(inputs).plus(block.all.times(number - inputs))
     return block.input.times(num_groups(number) if mode == "sqrt" else number)
 
 
-def kept_before(block: Block, start: int, num_blocks: int, layout: Arrangement) -> Modules:
-    """What blocks 0..start-1 keep."""
+def kept_before(block: Block, blocks: range, start: int, layout: Arrangement) -> Modules:
+    """What a stage's first `start` blocks keep."""
     if layout.recompute == "every":
-        return kept_by(block, start, layout)
-    groups = num_groups(num_blocks)
+        return kept_by(block, blocks[:start], layout)
+    num_blocks, groups = len(blocks), num_groups(len(blocks))
     return block.input.times(sum(num_blocks * g // groups < start for g in range(groups)))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stepwell.parallel.remat import chosen_blocks
 from stepwell.plan.footprint.activations import (
     Block,
     Modules,
@@ -28,16 +29,18 @@ Items = dict[str, float]
 
 
 class Rank(NamedTuple):
-    """What the moments of a pipeline rank's step are made of, in bytes. kept: by the stage at work,
-    of one micro-batch. waiting: of other stages and micro-batches meanwhile. messages: the
-    pipeline's buffers. root: saved around the blocks. workspace: inside a block's backward pass.
-    accumulates: over micro-batches. alone: without other ranks."""
+    """What the moments of a pipeline rank's step are made of, in bytes. at_work: the blocks of the
+    stage which adds the most; kept: by it, of one micro-batch. waiting: of other stages and
+    micro-batches meanwhile. messages: the pipeline's buffers. root: saved around the blocks.
+    workspace: inside a block's backward pass. accumulates: over micro-batches. alone: without other
+    ranks."""
 
     job: Job
     pieces: Pieces
     state: State
     dense: Block
     sparse: Block
+    at_work: range
     kept: Modules
     waiting: Modules
     messages: float
@@ -51,13 +54,14 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
     """dense, sparse: a block with an ordinary MLP, and one of experts (`block_of`)."""
     dims, layout = job.dims, job.layout
     pieces = pieces_of_rank(dims, layout, pp_rank)
-    kept, waiting, messages = _activations(layout, pieces, pp_rank, dense, sparse)
+    at_work, kept, waiting, messages = _activations(layout, pieces, pp_rank, dense, sparse)
     return Rank(
         job=job,
         pieces=pieces,
         state=state_of(dims, layout, pieces),
         dense=dense,
         sparse=sparse,
+        at_work=at_work,
         kept=kept,
         waiting=waiting,
         messages=messages,
@@ -112,21 +116,30 @@ def host_of(rank: Rank) -> Items:
 
 def _activations(
     layout: Arrangement, pieces: Pieces, pp_rank: int, dense: Block, sparse: Block
-) -> tuple[Modules, Modules, float]:
+) -> tuple[range, Modules, Modules, float]:
     kept = [kept_by(dense, d, layout).plus(kept_by(sparse, s, layout)) for d, s in pieces.stages]
-    most = max(kept, key=lambda modules: modules.total)
+    stages = [range(d.start, s.stop) for d, s in pieces.stages]
+    restored = [_restored(layout, blocks, sparse if pieces.sparse else dense) for blocks in stages]
+    place = max(range(len(kept)), key=lambda i: (restored[i], kept[i].total))
+    at_work, most = stages[place], kept[place]
     if layout.pp == 1:
-        return most, Modules(), 0.0
+        return at_work, most, Modules(), 0.0
     pairs, x = waiting_pairs(layout, pp_rank) - 1, dense.input.total
     total = Modules()
     for modules in kept:
         total = total.plus(modules)
-    waiting = total.times(pairs / len(kept))
+    waiting = total.times((pairs + 1) / len(kept)).plus(most.times(-1))
     if layout.program != "stepwell":
-        return most, waiting, 2 * x  # what comes in, and a gradient
+        return at_work, most, waiting, 2 * x  # what comes in, and a gradient
     # What is under way: an activation or a gradient at each end of a stage; and what each gave.
     ends = 2 * len(kept) - pieces.first - pieces.last
-    return most, waiting, (ends + pairs) * x
+    return at_work, most, waiting, (ends + pairs) * x
+
+
+def _restored(layout: Arrangement, blocks: range, block: Block) -> float:
+    """What recomputation brings back of a stage in which only some blocks are computed again."""
+    some = layout.recompute == "every" and chosen_blocks(blocks, layout.recompute_every)
+    return block.all.total - block.input.total if some else 0.0
 
 
 def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
@@ -272,16 +285,11 @@ def _head_gradient(rank: Rank) -> float:
     return _fresh(rank) * rank.state.head
 
 
-def _num_blocks(rank: Rank) -> int:
-    """Of the largest stage."""
-    return max(dense + sparse for dense, sparse in rank.pieces.stages)
-
-
 def _numbers(rank: Rank) -> list[int]:
     """The blocks of a stage that the backward pass may be at when the most is held: between the
     second and the last but one it grows or shrinks evenly, and shrinks where gradients are there
     all the time. The first comes first."""
-    n, layout = _num_blocks(rank), rank.job.layout
+    n, layout = len(rank.at_work), rank.job.layout
     ends = {0, 1, n - 2, n - 1}
     if rank.state.always or (layout.pp > 1 and rank.accumulates):
         ends = {0, n - 1}
@@ -293,7 +301,7 @@ def _numbers(rank: Rank) -> list[int]:
 
 def _backward(rank: Rank, number: int) -> Items:
     """Inside the backward pass of a stage's block."""
-    layout, n = rank.job.layout, _num_blocks(rank)
+    layout, n = rank.job.layout, len(rank.at_work)
     block = rank.sparse if rank.pieces.sparse else rank.dense
     group = group_of(layout, number, n)
     own = block.all.times(number - group.start + 1)
@@ -301,7 +309,7 @@ def _backward(rank: Rank, number: int) -> Items:
         own = own.plus(Modules(mlp=block.unneeded))
     before = rank.kept.times(group.start / n)
     if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
-        before = kept_before(block, group.start, n, layout)
+        before = kept_before(block, rank.at_work, group.start, layout)
     adds_up = rank.alone and rank.accumulates and not rank.job.dims.tied
     head = 0.0 if adds_up else _head_gradient(rank)
     # Blocks that are computed again together are gathered one by one meanwhile.

@@ -3,17 +3,20 @@ micro-batches wait at most, and how many parameters that is. No torch."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
+from stepwell.parallel.remat import chosen_blocks
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.plan.job import Arrangement, Dims
 
 
 class Pieces(NamedTuple):
     """stages: (blocks with an ordinary MLP, blocks of experts) of each stage of the rank, in the
-    model's order; dense, sparse: of all. first, last: whether it has the embedding, the head."""
+    model's order; dense, sparse: how many of all. first, last: whether it has the embedding, the
+    head."""
 
-    stages: tuple[tuple[int, int], ...]
+    stages: tuple[tuple[range, range], ...]
     first: bool
     last: bool
     dense: int
@@ -65,20 +68,34 @@ def pieces_of_rank(dims: Dims, layout: Arrangement, pp_rank: int) -> Pieces:
     split = []
     for stage in stages:
         start = sum(counts[:stage])
-        dense = min(max(ordinary - start, 0), counts[stage])
-        split.append((dense, counts[stage] - dense))
-    dense, sparse = (sum(kind) for kind in zip(*split, strict=True))
+        stop = start + counts[stage]
+        border = min(max(ordinary, start), stop)
+        split.append((range(start, border), range(border, stop)))
+    dense, sparse = (sum(map(len, kind)) for kind in zip(*split, strict=True))
     return Pieces(tuple(split), stages[0] == 0, len(counts) - 1 in stages, dense, sparse)
 
 
 def ranks_to_try(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
     """The pipeline ranks that may need the most: the ends, and of the others the first, which has
-    as many blocks as any and waits for the most; all of them where somebody has split otherwise,
-    or blocks differ."""
+    as many blocks as any and waits for the most; where some blocks are computed again, the first of
+    those with as many; all of them where somebody has split otherwise, or blocks differ."""
     p, unlike = layout.pp, dims.experts is not None and dims.experts.num_dense_layers > 0
     if p <= 3 or unlike or layout.stage_blocks is not None:
         return tuple(range(p))
+    if layout.recompute == "every":
+        shares = recomputed_of_ranks(dims, layout)
+        firsts = {share: rank for rank, share in reversed([*enumerate(shares)]) if 0 < rank < p - 1}
+        return tuple(sorted({0, 1, p - 1, *firsts.values()}))
     return (0, 1, p - 1)
+
+
+def recomputed_of_ranks(dims: Dims, layout: Arrangement) -> list[int]:
+    """Of each pipeline rank, the blocks that recomputation of one block in `recompute_every`
+    computes again."""
+    counts = stage_blocks(dims, layout)
+    stages = [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
+    chosen = [len(chosen_blocks(blocks, layout.recompute_every)) for blocks in stages]
+    return [sum(chosen[s] for s in stages_of(layout, rank)) for rank in range(layout.pp)]
 
 
 def waiting_pairs(layout: Arrangement, pp_rank: int) -> int:

@@ -19,6 +19,7 @@ from stepwell.models.activations import (
     Segment,
     held,
     local_heads,
+    peak,
     root_bytes,
 )
 from stepwell.parallel.fp8_layers import (
@@ -86,7 +87,8 @@ class Sizes:
         parts = parts_of_rank(run, pp_rank)
         saved = bytes_of_block(run, axes)
         kept = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
-        segments = max(kept, key=lambda chosen: held(chosen, saved))
+        # The backward pass that adds the most to what waits.
+        segments = max(kept, key=lambda x: (peak(x, saved) - held(x, saved), held(x, saved)))
         last = any(part.last for part in parts)
         vocab = cfg.vocab_size // tp
         m = _micro_batches(run, axes)
@@ -94,7 +96,7 @@ class Sizes:
         if axes.pp > 1:
             x = a * N * cfg.d_model // tp
             mean = sum(held(chosen, saved) + x for chosen in kept) // len(kept)
-            waiting = (in_flight(run, axes, pp_rank, m) - 1) * mean
+            waiting = in_flight(run, axes, pp_rank, m) * mean - held(segments, saved) - x
             # What is under way: an activation or a gradient at each end of a stage.
             waiting += x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (

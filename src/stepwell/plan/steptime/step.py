@@ -12,6 +12,7 @@ from math import log2
 
 from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.comms.collectives import Sent, collectives
+from stepwell.plan.footprint.pieces import recomputed_of_ranks
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import (
     OLDER_IS_NATIVE,
@@ -370,8 +371,9 @@ def _optimizer(job: Job, work: Work, rates: Rates) -> float:
 
 
 def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
-    """Each micro-batch's gradients are added to those before: sums are read and written."""
-    if layout.reduce_every_micro_batch:
+    """Each micro-batch's gradients are added to those before: sums are read and written. Where data
+    ranks sum them each time, that is of a rank's part, and counted with the messages."""
+    if layout.reduce_every_micro_batch and layout.data_ranks * layout.cp > 1:
         return 0.0
     size = 2 if layout.gradient_precision == "bf16" else 4
     return layout.num_micro_batches * work.trained_parameters * 2 * size / rates.memory
@@ -443,8 +445,9 @@ def _step_time(
     tokens = layout.global_batch_tokens
     matrices, attention = flops_per_token(dims, layout.seq_len)
     scale = tokens / layout.num_gpus
-    again = {"none": 0.0, "selective": 0.0, "every": 1 / layout.recompute_every, "budget": 0.5}
-    share = again.get(layout.recompute, 1.0)
+    share = {"none": 0.0, "selective": 0.0, "budget": 0.5}.get(layout.recompute, 1.0)
+    if layout.recompute == "every":
+        share = sum(recomputed_of_ranks(dims, layout)) / dims.num_layers
     trained = 3.0 if layout.trained_share > 0.5 else 2.0
     model = (trained * matrices + 3 * attention) * scale
     head = 2.0 * dims.embedding_parameters

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
+from stepwell.plan.footprint.pieces import recomputed_of_ranks
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import PROCESSORS, generation
 
@@ -117,6 +118,9 @@ def work_of(job: Job) -> Work:
             (_block(dims, layout, processors, tokens, experts=True), dims.num_expert_layers)
         )
     fullest, last = blocks_of_ranks(dims.num_layers, layout)
+    if layout.recompute == "every":
+        share = max(recomputed_of_ranks(dims, layout)) / max(fullest, 1)
+        kinds = [(_recomputing(piece, share), number) for piece, number in kinds]
     blocks = tuple(
         (piece, number * fullest / dims.num_layers, number, number * last / dims.num_layers)
         for piece, number in kinds
@@ -219,6 +223,12 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
     return Piece(forward, backward, _again(layout, forward, matrices, num_scores))
 
 
+def _recomputing(piece: Piece, share: float) -> Piece:
+    """share: of the blocks which the busiest rank computes again, of its blocks."""
+    assert piece.again
+    return replace(piece, again=scaled(piece.again, share))
+
+
 def _mlp(dims: Dims, wide: int, tokens: int, processors: int, low: bool, batch: float = 1):
     ways_in = 2 if dims.mlp == "swiglu" else 1
     return [
@@ -299,7 +309,7 @@ def _again(layout: Arrangement, forward: Pass, matrices, num_scores: float):
     if mode in ("full", "every") and layout.program != "megatron" and layout.flash:
         forward = replace(forward, products=forward.products[:-1])
     if mode != "selective":
-        return scaled(forward, {"every": 1 / layout.recompute_every, "budget": 0.5}.get(mode, 1.0))
+        return scaled(forward, 0.5) if mode == "budget" else forward
     if layout.program == "megatron":
         written = num_scores * SCORE_BYTES_FORWARD
         return Pass((), forward.scores, 0.0, written, 0.0, 6 if num_scores else 0)
