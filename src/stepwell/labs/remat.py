@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +19,7 @@ from stepwell.models.activations import block_bytes
 from stepwell.models.flops import flops_per_token
 from stepwell.parallel.remat import dtype_bytes, recomputed
 from stepwell.parallel.rules import AxisSizes
+from stepwell.plan.dryrun.dryrun import full_rows
 from stepwell.plan.memory.ledger import predict_memory
 from stepwell.train.engine import Engine
 from stepwell.train.losses import cross_entropy
@@ -111,7 +111,8 @@ def plot(numbers: dict[str, Any]) -> Figure:
 
 def _one(mode: str, num_blocks: int) -> dict[str, Any]:
     run = _run(mode, num_blocks)
-    engine, batch, loss = Engine(run), _batch(run), cross_entropy(run.loss)
+    batch = full_rows(run, run.train.global_batch_rows)
+    engine, loss = Engine(run), cross_entropy(run.loss)
     with FlopCounterMode(display=False) as counter:
         engine.forward_backward(batch, loss)  # the gradients are there afterwards
     peak_bytes = measure_peak_allocated(lambda: engine.forward_backward(batch, loss))
@@ -151,18 +152,4 @@ def _run(mode: str, num_blocks: int) -> Run:
             "data": {"seq_len": 64},
             "train": {"global_batch_rows": 8, "micro_batch_rows": 8},
         }
-    )
-
-
-def _batch(run: Run) -> Batch:
-    rows, T = run.train.global_batch_rows, run.data.seq_len
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, run.model.vocab_size, (rows, T + 1), generator=generator)
-    return Batch(
-        tokens_BT=ids[:, :-1],
-        targets_BT=ids[:, 1:],
-        weights_BT=torch.ones(rows, T),
-        positions_BT=torch.arange(T).repeat(rows, 1),
-        docs_BT=torch.zeros(rows, T, dtype=torch.int32),
-        sample_ids=tuple(range(rows)),
     )

@@ -97,16 +97,17 @@ def test_real_ranks_of_every_layout_hold_and_send_the_same(num_ranks, layouts):
 
 
 def run_of(text="", layers=2, world=64, model="llama3-8b", rows=None):
-    """text: words as in tests.layouts, or whole keys of a run."""
+    """text: words as in tests.layouts, whole keys of a run, or how many micro_batches."""
     values: dict[str, Any] = {"model.num_layers": layers, "data.seq_len": 4096}
     values["train.micro_batch_rows"] = 1
-    for word in text.split():
-        key, value = word.split("=")
+    words = dict(word.split("=") for word in text.split())
+    each = int(words.pop("micro_batches", 4 if int(words.get("pp", 1)) > 1 else 1))
+    for key, value in words.items():
         key = key if "." in key else f"layout.{SHORT.get(key, key)}"
         values[key] = int(value) if value.isdigit() else {"true": True}.get(value, value)
-    axes = [values.get(f"layout.{axis}", 1) for axis in ("tp", "cp", "pp")]
-    each = 4 if axes[2] > 1 else 1
-    values["train.global_batch_rows"] = rows or each * world // (axes[0] * axes[1] * axes[2])
+    ranks = math.prod(values.get(f"layout.{axis}", 1) for axis in ("tp", "cp", "pp"))
+    each *= values["train.micro_batch_rows"]
+    values["train.global_batch_rows"] = rows or each * world // ranks
     return Run.parse({"model": preset(model).model_dump(exclude_none=True)}, values)
 
 
@@ -120,10 +121,17 @@ def differences(run, world):
 
 
 STATE = ("parameters", "gradients", "optimizer")
-CASES = {
+CASES = {  # on so many ranks
     "zero=3 tp=8 remat.mode=full": 1024,
     "pp=4 zero=1 tp=2 model.tied=true": 1024,
+    "pp=2 schedule=gpipe zero=1": 4,
+    "pp=2 schedule=interleaved-1f1b stages=2 micro_batches=8": 4,
+    "pp=2 schedule=zbv stages=2 reshard=never": 4,
     "lora.rank=8 lora.dora=true tp=4": 64,
+    "zero=3 micro_batches=2": 1,
+    "zero=2 model.tied=true micro_batches=2 optim.kind=muon": 3,
+    "cp=8 method=ulysses replicate=2 zero=1 remat.mode=selective": 32,
+    "cp=4 tp=2 precision.fp8.recipe=tensorwise micro_batches=2": 32,
 }
 MORE = {
     "zero=1 cp=2 replicate=4": 64,
@@ -144,8 +152,28 @@ MORE = {
     "pp=2 schedule=zbv stages=2 reshard=never model.num_layers=6": 64,
     "tp=8 model.family=qwen3 model.qk_norm=true model.num_kv_heads=4": 64,
     "tp=8 model.family=qwen2 model.qkv_bias=true model.num_kv_heads=2": 64,
+    "pp=2 schedule=dualpipev stages=2 reshard=never model.num_layers=6": 8,
+    "pp=2 tp=2 cp=2 method=ulysses remat.mode=selective model.num_layers=4": 16,
+    "pp=4 zero=1 model.num_layers=7 micro_batches=6": 12,
+    "tp=2 zero=1 optim.kind=muon": 8,
     "lora.rank=8": 1024,
     "lora.rank=8 lora.quantize=nf4": 64,
+    "lora.rank=8 model.tied=true micro_batches=2": 8,
+    "lora.rank=8 cp=2 zero=1 micro_batches=2": 8,
+    "precision.fp8.recipe=rowwise remat.mode=full": 8,
+    "precision.fp8.recipe=delayed remat.mode=selective tp=2 micro_batches=2": 8,
+    "replicate=4 reduce=step micro_batches=3": 8,
+    "zero=2 micro_batches=2": 3,
+    "zero=2 micro_batches=3": 3,
+    "prefetch_forward=4 remat.mode=full model.num_layers=6": 8,
+    "loss.keep_logits=never loss.chunk_tokens=1024 tp=2 micro_batches=2": 8,
+    "precision.compute=fp32": 8,
+    "precision.reduce=bf16 zero=1 micro_batches=2": 8,
+    "train.micro_batch_rows=2 tp=2": 8,
+    "model.family=mistral model.sliding_window=1024 cp=2": 8,
+    "zero=3 model.tied=true micro_batches=2": 8,
+    "zero=0 model.tied=true micro_batches=2": 8,
+    "remat.mode=every model.num_layers=5": 1,
     "pp=2 lora.rank=8 tp=2 model.num_layers=4": 64,
 }
 
@@ -364,12 +392,12 @@ BOUNDS = {
     "quickstart-grpo": (0.5, 2.5, 1),
     "quickstart-ppo": (0.6, 2.5, 1),
     "quickstart-smollm2-sft": (3.5, 4, 1),
-    "quickstart-smollm2-grpo": (3.5, 4, 1),
+    "quickstart-smollm2-grpo": (4, 4, 1),
     "smollm2-sft": (4.5, 4, 1),
     "smollm2-reward": (1.75, 2.5, 1),
     "smollm2-sft-lora": (1.5, 2.5, 1),
     "smollm2-dpo-lora": (1.5, 2.5, 1),
-    "smollm2-grpo-lora": (1.5, 2.5, 1),
+    "smollm2-grpo-lora": (2, 2.5, 1),
     "llama3-8b-pretrain": (32, 32, 64),
 }
 STEP = ("model", "layout", "precision", "remat", "offload", "lora", "loss")
@@ -402,10 +430,11 @@ def test_a_whole_recipe_fits(name, peaks):
         peaks[key] = found.busiest.peak_bytes
     further = job_of(run, world, H100).layout.num_micro_batches - m
     peak = peaks[key] + further * row_bytes(run)
-    ledger = predict_memory(run, world, device="cuda")
-    assert peak == pytest.approx(ledger.peak_bytes, rel=0.05)
+    alike = run.model_copy(update={"method": Run.parse({}).method})  # the loss of the dry run
+    ledgers = [predict_memory(x, world, device="cuda").peak_bytes for x in (alike, run)]
+    assert peak == pytest.approx(ledgers[0], rel=0.05)
     others = [held.total for kind, held in predict_models(run, world).items() if kind != "policy"]
-    assert peak + sum(others) <= device_gib * GIB
+    assert max(peak, *ledgers) + sum(others) <= device_gib * GIB
     assert host_memory(run, world, H100).total <= host_gib * GIB
 
 

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from operator import mul
 
 import pytest
 
@@ -19,8 +20,8 @@ from stepwell.plan.footprint.pieces import (
 )
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, dims_of, job_of
 from stepwell.plan.memory.ledger import predict_rank, zero_bytes_per_parameter
-from stepwell.plan.memory.sizes import in_flight
 from stepwell.plan.steptime.step import predict_step
+from stepwell.plan.pipeline.actions import schedule_actions
 from stepwell.presets import PRESETS
 
 H100 = cluster("h100-sxm")
@@ -205,18 +206,47 @@ def test_ranks_of_unlike_blocks_are_all_tried():
     assert footprint(known).total == every[6]
 
 
-def test_stages_and_what_is_in_flight():
-    assert [most_in_flight("1f1b", 4, 1, rank, 8) for rank in range(4)] == [4, 3, 2, 1]
-    assert most_in_flight("1f1b", 4, 1, 0, 2) == 2
-    assert most_in_flight("gpipe", 4, 1, 3, 8) == 8
+def test_what_is_in_flight():
+    assert [held_by_stages("1f1b", 4, 1, rank, 8) for rank in range(4)] == [
+        ((4,),), ((3,),), ((2,),), ((1,),)
+    ]  # fmt: skip
+    assert held_by_stages("1f1b", 4, 1, 0, 2) == ((2,),)
+    assert held_by_stages("gpipe", 4, 1, 3, 8) == ((8,),)
+    assert held_by_stages("zbv", 4, 2, 0, 16) == ((4.5, 4.5),)
     # Megatron's warm-up (2104.04473): (v-1) p + 2 (p - rank - 1), and the one at work
-    assert [most_in_flight("interleaved", 4, 5, rank, 16) for rank in (0, 3)] == [23, 17]
-    assert most_in_flight("zbv", 4, 2, 0, 16) == 9
-    run = run_of("llama3-8b", GRID["pipeline"][0], 16)
-    from stepwell.parallel.rules import axis_sizes
+    for rank, most in ((0, 23), (3, 17)):
+        found = held_by_stages("interleaved", 4, 5, rank, 16)
+        assert {sum(held) for held in found} == {most}
+    assert (7, 4, 4, 4, 4) in held_by_stages("interleaved", 4, 5, 0, 16)
 
-    axes = axis_sizes(run.layout, 16)
-    assert [in_flight(run, axes, rank, 4) for rank in range(4)] == [4, 3, 2, 1]
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 4), (4, 2, 7), (4, 3, 16), (3, 4, 5), (8, 2, 24)])
+def test_stages_of_an_interleaved_rank_hold_what_its_order_says(p, v, m):
+    """For any sizes of the stages the fullest moment of torch's order is among those named."""
+    sizes = [[1] * v, [0, *range(1, v)], [*range(1, v), 0], [7, *[1] * (v - 1)]]
+    for rank, actions in enumerate(schedule_actions("interleaved-1f1b", p, m, v)):
+        held, seen = [0] * v, set()
+        for action in actions:
+            held[action.stage // p] += 1 if action.kind == "F" else -1
+            seen.add(tuple(held))
+        named = held_by_stages("interleaved-1f1b", p, v, rank, m)
+        assert set(named) <= seen
+        for size in sizes:
+            most = [max(sum(map(mul, x, size)) for x in found) for found in (seen, named)]
+            assert most[0] == most[1], (rank, size)
+
+
+def test_stages():
+    def counts(num_layers, **layout):
+        found = blocks_of_stages(num_layers, job(**layout).layout)
+        assert [i for blocks in found for i in blocks] == list(range(num_layers))
+        return [len(blocks) for blocks in found]
+
+    assert counts(24, pp=4) == [6, 6, 6, 6]
+    assert counts(24, pp=4, program="stepwell") == [6, 7, 6, 5]
+    assert counts(25, pp=4) == [7, 6, 6, 6]
+    assert counts(26, pp=4) == [6, 7, 7, 6]  # even with the ends, so they count
+    assert counts(27, pp=4, stage_blocks=(9, 9, 6, 3)) == [9, 9, 6, 3]
     dims = replace(LLAMA, experts=Experts(8, 2, 1024, num_dense_layers=3))
     layout = job(dims, pp=4).layout
     assert pieces_of_rank(dims, layout, 0).stages == ((range(3), range(3, 8)),)

@@ -17,6 +17,7 @@ from stepwell.models.lora_shapes import trained_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.rules import axis_sizes
+from stepwell.plan.dryrun.dryrun import full_rows
 from stepwell.plan.memory.ledger import (
     kv_cache_bytes_per_token,
     logits_bytes,
@@ -99,17 +100,7 @@ def test_quantised_weights_logits_and_cache():
 
 
 def full_batch(run: Run) -> Batch:
-    rows, T = run.train.global_batch_rows, run.data.seq_len
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, run.model.vocab_size, (rows, T + 1), generator=generator)
-    return Batch(
-        tokens_BT=ids[:, :-1],
-        targets_BT=ids[:, 1:],
-        weights_BT=torch.ones(rows, T),
-        positions_BT=torch.arange(T).repeat(rows, 1),
-        docs_BT=torch.zeros(rows, T, dtype=torch.int32),
-        sample_ids=tuple(range(rows)),
-    )
+    return full_rows(run, run.train.global_batch_rows)
 
 
 def measured_engine_step(run: Run) -> int:
@@ -348,7 +339,7 @@ def test_sharding_divides_the_state():
         predict_memory(kept, 4, device="cpu").items.working_copies - four.items.working_copies
     )
     block = sum(p.numel() for p in Decoder(run.model).blocks["0"].parameters())
-    assert difference == 2 * 2 * block  # two more blocks in bf16
+    assert difference == 4 * 2 * block  # all four in bf16, which are gone by the loss otherwise
 
 
 LAYOUTS = {
@@ -502,8 +493,7 @@ PEAKS = {
     ),
     "zbv": ({"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2, "zero": 1}, "none", 4),
 }
-# What waits in these pipelines is reckoned too high: of uneven stages the largest everywhere.
-TOO_HIGH = {"1f1b": 0.08, "interleaved": 0.12}
+TOO_HIGH = {"1f1b": 0.06}  # 5.0 % on the last rank
 
 
 def peak_run(layout, mode, micro_batches):

@@ -246,6 +246,7 @@ def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
     parts = [
         _counts(step),
         _distributed_optimizer(step) if megatron else _sharded_weights(step),
+        _whole_updates(step),
         _tensor(step),
         _context(step),
         _experts(step),
@@ -306,6 +307,26 @@ def _sharded_weights(step: _Step) -> Iterator[Sent]:
         gradient = step.g * reduced(weights, t, n)
         yield from _reduce(step, gradient, n, number * reductions, number)
     yield from _routed_weights(step, forward + backward, reductions)
+
+
+def _whole_updates(step: _Step) -> Iterator[Sent]:
+    """Ours makes a hidden matrix's update orthogonal on every rank, from the whole matrix
+    (train/muon): shards of rows last where tensor ranks divide columns, else first."""
+    layout = step.layout
+    if layout.program != "stepwell" or layout.optimizer != "muon":
+        return
+    t, (n, _), p = layout.tp, axis_ranks(layout, "dp_shard"), PRECISION_BYTES["fp32"]
+    for weights, number, blocks in _units(step):
+        for weight in weights if blocks else ():
+            if len(weight.shape) != 2 or not weight.trained:
+                continue
+            columns, whole = weight.divided == 1, p * weight.padded(1, n)
+            of_shards = whole if columns else p * weight.padded(t, n)
+            gather = ("all-gather", "dp_shard", "gather updates", "optimizer")
+            yield step.one(*gather, of_shards, number)
+            if weight.divided is not None:
+                of_ranks = whole // n if columns else p * prod(weight.shape)
+                yield step.one("all-gather", "tp", "gather updates", "optimizer", of_ranks, number)
 
 
 class _Gathers(NamedTuple):

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
+from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.plan.footprint.pieces import blocks_of_stages, stages_of
 from stepwell.plan.job import Adapters, Arrangement, Dims
 from stepwell.plan.memory.shards import Part
-from stepwell.sections.layout import LayoutConfig
 
 
 class Weight(NamedTuple):
@@ -52,26 +51,10 @@ def reduced(weights: Iterable[Weight], t: int, n: int) -> int:
 
 
 def parts_of(layout: Arrangement, num_layers: int, pp_rank: int) -> list[Part]:
-    """The stages of a pipeline rank. Ours count embedding and head as a block each; others' are
-    even unless stage_blocks says otherwise."""
-    p, v = layout.pp, layout.stages_per_rank
-    blocks = _blocks(layout.program == "stepwell", p, v, layout.stage_blocks, num_layers)
-    back = layout.schedule in ZERO_BUBBLE  # as parallel.schedules.rank_of_stage
-    mine = [p * turn + (p - 1 - pp_rank if back and turn % 2 else pp_rank) for turn in range(v)]
-    return [Part(blocks[s], s == 0, s == p * v - 1) for s in mine]
-
-
-@lru_cache(maxsize=1024)
-def _blocks(
-    ours: bool, p: int, v: int, counts: tuple[int, ...] | None, num_layers: int
-) -> tuple[range, ...]:
-    """Of each stage."""
-    if ours:
-        layout = LayoutConfig.model_construct(pp=p, pp_stages_per_rank=v, pp_layers=counts)
-        return tuple(split_blocks(num_layers, layout))
-    each, over = divmod(num_layers, p * v)
-    counts = counts or tuple(each + (s < over) for s in range(p * v))
-    return tuple(range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True))
+    """The stages of a pipeline rank."""
+    blocks = blocks_of_stages(num_layers, layout)
+    last = len(blocks) - 1
+    return [Part(blocks[s], s == 0, s == last) for s in stages_of(layout, pp_rank)]
 
 
 def rank_of_stage(layout: Arrangement, stage: int) -> int:

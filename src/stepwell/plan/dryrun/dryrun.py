@@ -101,7 +101,7 @@ class DryRun:
         rows = []
         for rank in self.ranks:
             if rank.pp_rank in ledgers:
-                rows += _of_memory(rank, ledgers[rank.pp_rank])
+                rows += _of_memory(rank, ledgers[rank.pp_rank], alone=self.world == 1)
             if rank.pp_rank in sent:
                 rows += _of_traffic(rank, sent[rank.pp_rank], self.world)
         return rows
@@ -156,13 +156,14 @@ class Difference(NamedTuple):
         return 0.0 if not self.predicted else math.inf
 
 
-def _of_memory(rank: Counted, ledger: MemoryLedger) -> list[Difference]:
+def _of_memory(rank: Counted, ledger: MemoryLedger, alone: bool) -> list[Difference]:
     forward, optimizer = ledger.phases["forward"], ledger.phases["optimizer"]
+    casts = forward.working_copies if alone else 0  # nothing is gathered: autograd keeps them
     pairs = {
         "parameters": (optimizer.parameters, rank.parameters),
         "gradients": (ledger.gradient_bytes, rank.gradients),
         "optimizer": (optimizer.optimizer, rank.optimizer),
-        "activations": (forward.activations + forward.logits, rank.activations),
+        "activations": (forward.activations + forward.logits + casts, rank.activations),
         "peak": (ledger.peak_bytes, rank.peak_bytes),
     }
     return [Difference(rank.pp_rank, item, *pair) for item, pair in pairs.items()]

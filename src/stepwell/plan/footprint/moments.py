@@ -6,6 +6,7 @@ Of our own engine these are the phases of `plan/memory`, on the dimensions alone
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
@@ -19,7 +20,7 @@ from stepwell.plan.footprint.activations import (
     tokens_of,
 )
 from stepwell.plan.footprint.kept import group_of, kept_before, kept_by, num_groups
-from stepwell.plan.footprint.pieces import Pieces, pieces_of_rank, target_sizes, waiting_pairs
+from stepwell.plan.footprint.pieces import Pieces, held_by_stages, pieces_of_rank, target_sizes
 from stepwell.plan.footprint.state import State, state_of
 from stepwell.plan.job import Arrangement, Dims, Job
 
@@ -124,11 +125,10 @@ def _activations(
     at_work, most = stages[place], kept[place]
     if layout.pp == 1:
         return at_work, most, Modules(), 0.0
-    pairs, x = waiting_pairs(layout, pp_rank) - 1, dense.input.total
-    total = Modules()
-    for modules in kept:
-        total = total.plus(modules)
-    waiting = total.times((pairs + 1) / len(kept)).plus(most.times(-1))
+    held, x = _most_held(layout, pp_rank, kept), dense.input.total
+    pairs, waiting = sum(held) - 1, most.times(-1)
+    for modules, number in zip(kept, held, strict=True):
+        waiting = waiting.plus(modules.times(number))
     if layout.program != "stepwell":
         return at_work, most, waiting, 2 * x  # what comes in, and a gradient
     # What is under way: an activation or a gradient at each end of a stage; and what each gave.
@@ -140,6 +140,14 @@ def _restored(layout: Arrangement, blocks: range, block: Block) -> float:
     """What recomputation brings back of a stage in which only some blocks are computed again."""
     some = layout.recompute == "every" and chosen_blocks(blocks, layout.recompute_every)
     return block.all.total - block.input.total if some else 0.0
+
+
+def _most_held(layout: Arrangement, pp_rank: int, kept: Sequence[Modules]) -> tuple[float, ...]:
+    """Of each stage, the micro-batches that wait when they keep the most; one is at work."""
+    v, m = layout.stages_per_rank, layout.num_micro_batches
+    moments = held_by_stages(layout.schedule, layout.pp, v, pp_rank, m)
+    sizes = [modules.total for modules in kept]
+    return max(moments, key=lambda held: sum(a * b for a, b in zip(held, sizes, strict=True)))
 
 
 def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
@@ -263,10 +271,11 @@ def _loss(rank: Rank) -> Items:
     hidden = compute_bytes(layout) * layout.tokens_of_rank * dims.d_model
     chunked = layout.program == "stepwell" or layout.loss_chunk_tokens is not None
     gradient = _head_gradient(rank) if chunked else 0.0
+    in_use = 0 if layout.program == "stepwell" else 1 + layout.prefetch
     items = _at(
         rank,
         _gradients(rank, 0.0) + gradient,
-        _copies(rank, 1 + layout.prefetch, 1.0, head=True),
+        _copies(rank, in_use, 1.0, head=True),
         _waiting(rank, rank.kept),
         rank.root + hidden,
     )
@@ -381,14 +390,20 @@ def _reduction(rank: Rank) -> Items:
     waits = layout.pp > 1 or not layout.reduce_every_micro_batch
     fresh = 0.0 if waits and rank.accumulates else a * state.root_whole
     copies = a * rank.pieces.num_blocks * state.block_gathered if layout.pp > 1 else 0.0
-    if layout.zero < 3 and rank.accumulates and not waits:
-        copies = _copies(rank, 0, 0.0, head=False)
     whole = fresh + master_bytes(layout) * state.root_whole + state.root_gradient
-    return {
-        **_resting(rank),
-        "gradients": _gradients(rank, 1.0),
-        "buffers": copies + (_buckets(rank) if layout.bucket_elements else whole),
-    }
+    if layout.bucket_elements:
+        whole = _buckets(rank)
+    last = _reduced(rank, copies + whole)
+    if layout.zero == 3 or not rank.accumulates or waits:
+        return last
+    # Before the last one weights stay; in the first of two no gradients have added up.
+    first = rank._replace(accumulates=layout.num_micro_batches > 2)
+    before = _reduced(first, _copies(rank, 0, 0.0, head=False) + whole)
+    return max(last, before, key=lambda items: sum(items.values()))
+
+
+def _reduced(rank: Rank, buffers: float) -> Items:
+    return {**_resting(rank), "gradients": _gradients(rank, 1.0), "buffers": buffers}
 
 
 def _step(rank: Rank) -> Items:

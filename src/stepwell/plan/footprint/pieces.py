@@ -3,12 +3,14 @@ micro-batches wait at most, and how many parameters that is. No torch."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
-from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
 from stepwell.plan.job import Arrangement, Dims
+from stepwell.sections.layout import LayoutConfig
 
 
 class Pieces(NamedTuple):
@@ -39,40 +41,46 @@ class Elements(NamedTuple):
     ends: float
 
 
-def stage_blocks(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
-    """Blocks of each stage. Ours count the embedding and the head as a block each; what is left
-    over goes to the first stages."""
-    if layout.stage_blocks is not None:
-        return layout.stage_blocks
-    num_stages = layout.pp * layout.stages_per_rank
-    ends = 2 if layout.program == "stepwell" and num_stages > 1 else 0
-    each, over = divmod(dims.num_layers + ends, num_stages)
-    counts = [each + (s < over) for s in range(num_stages)]
-    if ends:
-        counts[0] -= 1
-        counts[-1] -= 1
-    return tuple(counts)
+def blocks_of_stages(num_layers: int, layout: Arrangement) -> tuple[range, ...]:
+    """The blocks of each stage. Ours count the embedding and the head as a block each; what is left
+    over goes to the first stages. Others' are even; where they cannot be but would be with the ends
+    counted so, these are counted too, as Megatron's account-for-embedding and -loss do."""
+    ours = layout.program == "stepwell"
+    return _blocks_of_stages(
+        num_layers, ours, layout.pp, layout.stages_per_rank, layout.stage_blocks
+    )
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of_stages(
+    num_layers: int, ours: bool, p: int, v: int, counts: tuple[int, ...] | None
+) -> tuple[range, ...]:
+    each, over = divmod(num_layers, p * v)
+    if ours or (over and counts is None and (num_layers + 2) % (p * v) == 0):
+        layout = LayoutConfig.model_construct(pp=p, pp_stages_per_rank=v, pp_layers=counts)
+        return tuple(split_blocks(num_layers, layout))
+    counts = counts or tuple(each + (s < over) for s in range(p * v))
+    return tuple(range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True))
 
 
 def stages_of(layout: Arrangement, pp_rank: int) -> list[int]:
-    """The stages of a pipeline rank: every pp-th, or there and back for V-shaped schedules."""
+    """The stages of a pipeline rank: every pp-th, or there and back for V-shaped schedules (as
+    parallel.schedules.rank_of_stage)."""
     p, back = layout.pp, layout.schedule in ZERO_BUBBLE
     places = range(layout.stages_per_rank)
     return [p * v + (p - 1 - pp_rank if back and v % 2 else pp_rank) for v in places]
 
 
 def pieces_of_rank(dims: Dims, layout: Arrangement, pp_rank: int) -> Pieces:
-    counts = stage_blocks(dims, layout)
+    blocks = blocks_of_stages(dims.num_layers, layout)
     stages = stages_of(layout, pp_rank)
     ordinary = dims.num_layers - dims.num_expert_layers
     split = []
-    for stage in stages:
-        start = sum(counts[:stage])
-        stop = start + counts[stage]
-        border = min(max(ordinary, start), stop)
-        split.append((range(start, border), range(border, stop)))
+    for mine in (blocks[stage] for stage in stages):
+        border = min(max(ordinary, mine.start), mine.stop)
+        split.append((range(mine.start, border), range(border, mine.stop)))
     dense, sparse = (sum(map(len, kind)) for kind in zip(*split, strict=True))
-    return Pieces(tuple(split), stages[0] == 0, len(counts) - 1 in stages, dense, sparse)
+    return Pieces(tuple(split), stages[0] == 0, len(blocks) - 1 in stages, dense, sparse)
 
 
 def ranks_to_try(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
@@ -92,30 +100,50 @@ def ranks_to_try(dims: Dims, layout: Arrangement) -> tuple[int, ...]:
 def recomputed_of_ranks(dims: Dims, layout: Arrangement) -> list[int]:
     """Of each pipeline rank, the blocks that recomputation of one block in `recompute_every`
     computes again."""
-    counts = stage_blocks(dims, layout)
-    stages = [range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True)]
+    stages = blocks_of_stages(dims.num_layers, layout)
     chosen = [len(chosen_blocks(blocks, layout.recompute_every)) for blocks in stages]
     return [sum(chosen[s] for s in stages_of(layout, rank)) for rank in range(layout.pp)]
 
 
-def waiting_pairs(layout: Arrangement, pp_rank: int) -> int:
-    """(stage, micro-batch) pairs of a rank that wait for their backward pass at most."""
-    p, v, m = layout.pp, layout.stages_per_rank, layout.num_micro_batches
-    return most_in_flight(layout.schedule, p, v, pp_rank, m) if p > 1 else 1
+def held_by_stages(
+    schedule: str, p: int, v: int, pp_rank: int, m: int
+) -> tuple[tuple[float, ...], ...]:
+    """Micro-batches that wait for their backward pass, in each stage of a rank, at the moments
+    which may be the fullest.
 
-
-def most_in_flight(schedule: str, p: int, v: int, pp_rank: int, m: int) -> int:
-    """1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
-    2 (p - rank - 1), and the one at work (2104.04473). Zero bubble: 2 p, as in 1f1b's first stage,
-    and one that waits for its weights' gradients (2401.10241)."""
+    1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
+    2 (p - rank - 1), and the one at work (2104.04473); from then on each forward pass takes the
+    place of a backward pass, mostly of another stage. Zero bubble: 2 p of both stages together, as
+    in 1f1b's first stage, and one that waits for its weights' gradients (2401.10241).
+    """
     if schedule == "gpipe":
-        return v * m
+        return ((m,) * v,)
     if schedule in ZERO_BUBBLE:
-        return min(v * m, 2 * p + 1)
+        return ((min(v * m, 2 * p + 1) / v,) * v,)
     if v == 1:
-        return min(m, p - pp_rank)
+        return ((min(m, p - pp_rank),),)
+    return _held_interleaved(p, v, pp_rank, m)
+
+
+@lru_cache(maxsize=4096)
+def _held_interleaved(p: int, v: int, pp_rank: int, m: int) -> tuple[tuple[float, ...], ...]:
+    """Before a backward pass, where forward or backward passes come to another stage."""
     per_round = m // max(1, m // p)
-    return min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
+    most = min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
+    borders = range(0, 2 * v * per_round + most, per_round)
+    starts = {n for border in borders for n in (border, border - most) if 0 <= n <= v * m - most}
+    counts = set()
+    for done in starts:
+        forward = [_passes(done + most, place, v, per_round) for place in range(v)]
+        backward = [_passes(done, v - 1 - place, v, per_round) for place in range(v)]
+        counts.add(tuple(float(f - b) for f, b in zip(forward, backward, strict=True)))
+    return tuple(sorted(counts))
+
+
+def _passes(number: int, turn: int, v: int, per_round: int) -> int:
+    """Of the first `number` passes of a rank, those of the stage whose turn in a round this is."""
+    rounds, inside = divmod(number, v * per_round)
+    return rounds * per_round + min(max(inside - turn * per_round, 0), per_round)
 
 
 def elements_of(dims: Dims, layout: Arrangement) -> Elements:

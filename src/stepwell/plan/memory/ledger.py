@@ -296,14 +296,14 @@ def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
 
 
 def _forward(s: Sizes) -> MemoryItems:
-    """The last chunk of the loss, all blocks saved."""
+    """The last chunk of the loss, all blocks saved and what was gathered of them gone."""
     parameters, optimizer = _resting(s)
     casts = sum(stop - start for start, stop, keep in s.segments if keep == "all")
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
         gradients=_gradients(s, 0, root=False) if _accumulates(s) else 0,
-        working_copies=_copies(s, 1 + s.run.layout.prefetch_forward, casts, head=True),
+        working_copies=_copies(s, 0, casts, head=True),
         activations=_waiting(s, s.segments) + s.saved_by_root,
         logits=s.kept_logits,
         workspace=s.loss_forward,
@@ -313,13 +313,10 @@ def _forward(s: Sizes) -> MemoryItems:
 def _loss(s: Sizes) -> MemoryItems:
     """The first chunk of the loss's backward pass; the head's gradient is there."""
     before = _forward(s)
-    extra = s.a * s.num_tokens * s.run.model.d_model
-    return MemoryItems(
-        **{
-            **before.named(),
-            "gradients": before.gradients + _fresh(s) * _trained_root(s, s.head),
-            "workspace": s.loss_backward + extra,
-        }
+    return replace(
+        before,
+        gradients=before.gradients + _fresh(s) * _trained_root(s, s.head),
+        workspace=s.loss_backward + s.a * s.num_tokens * s.run.model.d_model,
     )
 
 
@@ -397,16 +394,23 @@ def _reduction(s: Sizes) -> MemoryItems:
     parameters, optimizer = _resting(s)
     root, waits = s.root.trained.whole, s.axes.pp > 1 or not _reduces_every_micro_batch(s)
     fresh = 0 if waits and _accumulates(s) else s.a * root
-    copies = s.a * s.num_blocks * s.block.gathered if s.axes.pp > 1 else 0
-    if s.run.layout.zero < 3 and _accumulates(s) and not waits:
-        copies = _copies(s, 0, 0, head=False)
-    return MemoryItems(
+    last = MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
         gradients=_gradients(s, s.num_blocks, root=False),
-        working_copies=copies,
+        working_copies=s.a * s.num_blocks * s.block.gathered if s.axes.pp > 1 else 0,
         workspace=fresh + s.r * (root + s.root.trained.shard),
     )
+    if s.run.layout.zero == 3 or not _accumulates(s) or waits:
+        return last
+    # Before the last one weights stay; in the first of two no gradients have added up.
+    first = replace(s, num_micro_batches=s.num_micro_batches - 1)
+    before = replace(
+        last,
+        gradients=_gradients(first, s.num_blocks, root=False),
+        working_copies=_copies(s, 0, 0, head=False),
+    )
+    return _worst([last, before])
 
 
 def _fresh(s: Sizes) -> int:

@@ -7,9 +7,10 @@ are computed in, `p` of the masters, `r` of gradients as they are summed over ra
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import mul
 
 from stepwell.config import Run
 from stepwell.hardware import DeviceKind
@@ -31,7 +32,7 @@ from stepwell.parallel.fp8_layers import (
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import next_micro_batches
-from stepwell.plan.footprint.pieces import most_in_flight
+from stepwell.plan.footprint.pieces import held_by_stages
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
 from stepwell.plan.memory.shards import Held, held_by_block, parts_of_rank
 from stepwell.sections.methods import GRPO, PPO
@@ -95,8 +96,8 @@ class Sizes:
         waiting = 0
         if axes.pp > 1:
             x = a * N * cfg.d_model // tp
-            mean = sum(held(chosen, saved) + x for chosen in kept) // len(kept)
-            waiting = in_flight(run, axes, pp_rank, m) * mean - held(segments, saved) - x
+            waiting = _held(run, axes, pp_rank, m, [held(chosen, saved) + x for chosen in kept])
+            waiting -= held(segments, saved) + x
             # What is under way: an activation or a gradient at each end of a stage.
             waiting += x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (
@@ -138,11 +139,11 @@ def _micro_batches(run: Run, axes: AxisSizes) -> int:
     return next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
 
 
-def in_flight(run: Run, axes: AxisSizes, pp_rank: int, num_micro_batches: int) -> int:
-    """How many (stage, micro-batch) pairs of a rank wait for their backward pass at most."""
-    layout = run.layout
-    stages = layout.pp_stages_per_rank
-    return most_in_flight(layout.pp_schedule, axes.pp, stages, pp_rank, num_micro_batches)
+def _held(run: Run, axes: AxisSizes, pp_rank: int, m: int, kept: Sequence[int]) -> int:
+    """What a rank's stages hold of all micro-batches when that is most. kept: of one, by stage."""
+    layout, v = run.layout, run.layout.pp_stages_per_rank
+    moments = held_by_stages(layout.pp_schedule, axes.pp, v, pp_rank, m)
+    return round(max(sum(map(mul, held, kept)) for held in moments))
 
 
 def _loss(
