@@ -289,6 +289,7 @@ def _questions(task: Task, now: Arrangement) -> Iterator[_Question]:
         "What is computed again?",
         recompute_text(now),
         tuple(_recomputations(now)),
+        "Not searched: groups of blocks (--recompute sqrt), and budgets of bytes.",
     )
     yield _precisions(task, now)
     yield _offloads(now)
