@@ -434,6 +434,33 @@ def test_memory_is_shown_of_the_rank_that_is_named(capsys, num_layers):
     assert f"phase on pipeline rank {most}" in run(capsys, *words)[1]
 
 
+def test_the_machines_memory_is_part_of_the_verdict(capsys, tmp_path):
+    """The same for a recipe and for a model, and on both sides of what is told."""
+    machines = tmp_path / "cluster.toml"
+    recipe = ["llama3-8b-pretrain", "--gpus", "8", "--layout.dp_shard", "8", "--quick"]
+    recipe += ["--offload.optimizer", "true", "--cluster", str(machines)]
+    model = ["--model", "llama3-8b", "--gpus", "8", "--seq-len", "4k", "--offload", "optimizer"]
+    model += ["--global-batch-tokens", "4M", "--quick", "--cluster", str(machines)]
+    for gib, fits in ((228, False), (229, True)):
+        machines.write_text(f'gpu = "h100-sxm"\nhost_memory_gib = {gib}\n')
+        code, out, _ = run(capsys, *recipe, "--json")
+        configured = json.loads(out)
+        assert (code, configured["fits"], configured["host"]["fits"]) == (1 - fits, fits, fits)
+        code, out, _ = run(capsys, *recipe)
+        words = " ".join(out.split())
+        assert f"A machine's memory: 228.1 of {gib}.0 GiB (offload.optimizer 119.7," in words
+        assert ("it fits from host_memory_gib=229 on" in words) != fits
+        code, out, _ = run(capsys, *model, "--json")
+        planned = json.loads(out)
+        assert (code, planned["fits"]) == (1 - fits, fits)
+        for key in ("offload.optimizer", "checkpoint", "processes"):
+            same = planned["host"]["items"][key]
+            assert same == pytest.approx(configured["host"]["items"][key], rel=0.001)
+        if not fits:
+            assert "host_memory_gib=" in planned["reason"]
+            assert planned["gpus"] > 8
+
+
 def test_a_table_of_runs_is_scored(capsys, tmp_path):
     code, _, err = run(capsys, "--validate", str(tmp_path / "none.csv"))
     assert code == 3

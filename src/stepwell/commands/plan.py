@@ -215,15 +215,16 @@ def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, 
 
 def _nothing_fits(asked: Asked, ranking: Any, subject: Subject) -> int:
     more = None
-    if ranking.lacks_memory:
+    closest = ranking.closest
+    if closest is not None and (ranking.lacks_memory or not closest.memory.host.fits):
         more = fewest_gpus(ranking.task, config=subject.config)
     text = nothing_fits(ranking)
     if more is not None:
         text += f"\nthe nearest number that something fits on is --gpus {more}"
     if asked.get("json"):
-        closest = ranking.closest
-        needs = closest.peak_bytes if closest else None
-        print(json.dumps({"fits": False, "reason": text, "memory/peak_bytes": needs, "gpus": more}))
+        found = {"fits": False, "reason": text, "gpus": more}
+        found |= {"memory/peak_bytes": closest.peak_bytes if closest else None}
+        print(json.dumps({**found, "host": closest.memory.host.as_json() if closest else None}))
     else:
         print(f"stepwell: {text}", file=sys.stderr)
     return 1
@@ -332,9 +333,11 @@ def _with_weights(run: Run) -> Run:
 
 def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     """With the ledger of the run itself."""
+    from stepwell.plan.memory.host import host_memory
     from stepwell.plan.memory.ledger import predict_memory
 
-    return candidate.with_ledger(predict_memory(run, world, device="cuda"))
+    host = host_memory(run, world, candidate.job.cluster)
+    return candidate.with_ledger(predict_memory(run, world, device="cuda"), host)
 
 
 def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:

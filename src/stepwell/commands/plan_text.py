@@ -74,7 +74,7 @@ def searched(answer: Searched, most: int) -> Group:
     if answer.explanation.scenarios:
         parts += ["", title("What would change it"), scenario_table(answer)]
     parts += ["", title("Where the time goes"), waterfall_table(best)]
-    parts += ["", title("What a GPU holds"), memory_table(best)]
+    parts += ["", title("What a GPU holds"), memory_table(best), machine_note(best)]
     parts += ["", title("What a GPU sends in a step"), traffic_table(best)]
     if answer.explanation.runners_up:
         parts += ["", title("The best of other meshes")]
@@ -102,7 +102,7 @@ def reviewed(answer: Review) -> Group:
         parts += knobs_and_fastest(answer, candidate)
     parts += ["", title("Where the time goes"), waterfall_table(candidate)]
     parts += ["", title("What a GPU holds"), memory_table(candidate)]
-    parts += [note("A machine's memory: " + host_text(answer))]
+    parts += [machine_note(candidate)]
     parts += ["", title("What a GPU sends in a step"), traffic_table(candidate)]
     if answer.gap is None:
         parts += knobs_and_fastest(answer, candidate)
@@ -156,7 +156,7 @@ def heading(dims: Dims, task: Task, name: str = "") -> Text:
 
 
 def headline(found: Candidate) -> list[RenderableType]:
-    fits = found.headroom_bytes >= 0
+    fits, host = found.fits, found.memory.host
     has = found.job.cluster.accelerator.memory_bytes
     verdict = Text(
         "  fits" if fits else "  does not fit", style="bold green" if fits else "bold red"
@@ -172,6 +172,8 @@ def headline(found: Candidate) -> list[RenderableType]:
         f"HFU {100 * found.step.hfu:.1f} %"
     )
     lines: list[RenderableType] = [verdict, speed]
+    if host.shortage:
+        lines.append(Text(f"  {host.shortage}", style="bold red"))
     if found.not_in_engine:
         lines.append(Text(f"  not in the engine yet: {found.not_in_engine}", style="yellow"))
     return lines
@@ -303,10 +305,8 @@ def memory_table(found: Candidate) -> Table:
     return table
 
 
-def host_text(answer: Review) -> str:
-    host = answer.host
-    items = ", ".join(f"{k} {n / GIB:.1f}" for k, n in host.items.items())
-    return f"{host.total / GIB:.1f} GiB ({items})"
+def machine_note(found: Candidate) -> Padding:
+    return note(f"A machine's memory: {found.memory.host.text}")
 
 
 def traffic_table(found: Candidate) -> Table:
@@ -377,7 +377,7 @@ def knob_lines(
     for knob in blocked:
         after = knob.changed
         why = after.broken or knob.refused.splitlines()[0] if (after.broken or knob.refused) else ""
-        why = why or f"needs {after.peak_bytes / GIB:.1f} GiB"
+        why = why or after.shortage or f"needs {after.peak_bytes / GIB:.1f} GiB"
         gain = f"{100 * knob.gain:+.1f} %", *range_text(knob, gains)
         table.add_row(*gain, knob.name, "-", "-", Text(why, style="dim"))
     if not works and not blocked:

@@ -22,6 +22,7 @@ Link = Literal["scaleup", "pcie", "network"]
 
 GB, GBIT = 1e9, 1e9 / 8
 PCIE_GB_PER_S = 31.5  # PCIe 4.0 x 16
+USUAL_HOST_BYTES = 256 * GIB  # beside each accelerator: 2 TiB beside 8
 NETWORK_GBIT_PER_S = 100.0  # where the table has none
 
 
@@ -85,6 +86,11 @@ class Cluster:
     pcie_bytes_per_s: float
     host_memory_bytes: int | None = None
     name: str = ""
+
+    @property
+    def host_room_bytes(self) -> int:
+        """Of a machine; where nobody says, as is usual."""
+        return self.host_memory_bytes or USUAL_HOST_BYTES * self.gpus_per_node
 
     def link(self, num_ranks: int, stride: int, world: int) -> Link:
         """The slowest link that any group of an axis crosses: groups of num_ranks ranks, `stride`

@@ -134,7 +134,8 @@ class Arrangement:
     of the busiest rank's experts over the mean; 1 where a benchmark forces it. loss_chunk_tokens:
     whose logits are there at once, None: all. prefetch: blocks gathered ahead. stage_blocks: of
     each pipeline stage, None: even. recompute_modules: of a block, by Megatron's names, with
-    "selective". recompute_every: as remat.every.
+    "selective". recompute_every: as remat.every. stages_checkpoint: a rank copies its part to the
+    host before it is written (checkpoint.asynchronous).
     """
 
     seq_len: int
@@ -183,6 +184,7 @@ class Arrangement:
     recompute_modules: tuple[str, ...] = ()
     recompute_every: int = 2
     cp_method: Literal["ring", "ulysses"] = "ring"
+    stages_checkpoint: bool = True
     adapters: Adapters | None = None
 
     def having(self, **changes: Any) -> Arrangement:
@@ -281,6 +283,7 @@ def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
         recompute_every=run.remat.every,
         gradient_precision="bf16" if run.precision.reduce == "bf16" else "fp32",
         cp_method=layout.cp_method,
+        stages_checkpoint=run.checkpoint.asynchronous,
         adapters=_adapters_of(run),
     )
     return Job(dims_of(run.model, name), arrangement, cluster)

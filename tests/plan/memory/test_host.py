@@ -1,6 +1,7 @@
 """Memory of a machine: offload, staging, batches, and both sides of what it has."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -66,8 +67,8 @@ def test_what_is_staged_is_what_the_engine_saves():
     engine = Engine(run)
     saved = [*dict(engine.named_parameters()).values(), *engine.optimizer.state_dict().values()]
     found = sum(tensor.numel() * tensor.element_size() for tensor in saved)
-    assert staged_bytes(run, 1) == pytest.approx(found, rel=0.01)
-    assert staged_bytes(run, 2) == pytest.approx(found / 2, rel=0.05)
+    assert staged_bytes(predict_models(run, 1)) == pytest.approx(found, rel=0.01)
+    assert staged_bytes(predict_models(run, 2)) == pytest.approx(found / 2, rel=0.05)
 
 
 def test_a_reference_on_the_host():
@@ -92,7 +93,8 @@ def test_batches():
 def test_both_sides_of_what_the_machine_has():
     run = run_of(**{"offload.parameters": True})
     need = host_memory(run, 8, H100).total
-    assert host_memory(run, 8, H100).fits is None
+    usual = host_memory(run, 8, H100)
+    assert (usual.room, usual.fits, usual.as_json()["available"]) == (8 * 256 * GIB, True, None)
     enough = host_memory(run, 8, replace(H100, host_memory_bytes=need))
     assert enough.fits
     assert enough.shortage is None
@@ -101,5 +103,17 @@ def test_both_sides_of_what_the_machine_has():
     assert short.shortage
     assert "for 8 ranks a machine (offload.parameters 1" in short.shortage
     assert f"more than its {(need - 1) / GIB:.1f} GiB" in short.shortage
-    assert short.shortage in short.lines()
+    least = re.search(r"from host_memory_gib=(\d+) on", short.shortage)
+    assert least
+    for gib, fits in ((int(least[1]), True), (int(least[1]) - 1, False)):
+        assert host_memory(run, 8, replace(H100, host_memory_bytes=gib * GIB)).fits == fits
+    assert "asynchronous=false" in short.shortage
+    without = run_of(**{"offload.parameters": True, "checkpoint.asynchronous": False})
+    assert host_memory(without, 8, replace(H100, host_memory_bytes=need - 1)).fits
+    less = host_memory(without, 8, H100).total
+    poor = replace(H100, host_memory_bytes=less - 1)
+    assert "asynchronous" not in (host_memory(run, 8, poor).shortage or "asynchronous")
+    assert host_memory(run_of(), 8, H100).fits
+    assert not host_memory(run_of(), 8, replace(H100, host_memory_bytes=less // 4)).fits
+    assert short.text.startswith(f"{need / GIB:,.1f} of {(need - 1) / GIB:,.1f} GiB (offload")
     assert json.loads(json.dumps(short.as_json()))["total"] == need

@@ -164,7 +164,9 @@ def test_dpo_of_70b_needs_more_gpus_or_the_host():
     assert found.nearest.fits
     assert found.nearest.placement.reference == "cached"
     assert found.nearest.placement.offload != "none"
-    assert found.nearest.host_of_machine == pytest.approx(16 * 70.55e9, rel=0.01)
+    # The optimiser's, a checkpoint on its way, eight processes.
+    expected = (16 + 12) * 70.55e9 + 8 * 2.3 * GIB
+    assert found.nearest.host_of_machine == pytest.approx(expected, rel=0.001)
     fewest = found.fewest_gpus
     assert fewest is not None
     assert 16 <= fewest <= 48  # 18 bytes a parameter are 1,270 GB, 16 GPUs' whole memory
@@ -209,11 +211,11 @@ def test_both_sides_of_the_limit():
 
 
 def test_the_host_has_a_limit_too():
-    known = replace(H100, host_memory_bytes=1200 * GIB)
+    known = replace(H100, host_memory_bytes=1900 * GIB)
     enough = plan_method("dpo", SEVENTY, known, 8)
     assert enough.nearest is not None
     assert enough.nearest.placement.offload != "none"
-    short = plan_method("dpo", SEVENTY, replace(known, host_memory_bytes=1000 * GIB), 8)
+    short = plan_method("dpo", SEVENTY, replace(known, host_memory_bytes=1800 * GIB), 8)
     assert short.nearest is not None
     assert short.nearest.placement.offload == "none"
     assert short.nearest.placement.adapters != "none"

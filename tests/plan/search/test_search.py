@@ -1,10 +1,12 @@
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from stepwell.hardware import GIB
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
@@ -262,6 +264,27 @@ def test_what_fits_and_does_not_run_is_told_by_its_rule(monkeypatch):
     assert "--offload none: no run of that kind" in said
     assert "more accelerators" not in said
     assert "refused by the engine's rules" in said
+    poor = replace(H100, host_memory_bytes=2**30)
+    pins = Pins(offload=("optimizer",))
+    said = nothing_fits(search(EIGHT.dims, poor, 8, SEQ_LEN, BATCH, pins, EIGHT.config))
+    assert "more accelerators" not in said
+    assert "are more than its 1.0 GiB" in said
+
+
+def test_the_machines_memory_binds_as_an_accelerators_does():
+    """Held fixed, and where only offload would make it fit; on both sides of what is told."""
+    seventy, pins = find_model("llama3-70b"), Pins(offload=("optimizer",))
+    for model, wanted in ((EIGHT, pins), (seventy, None)):
+        args = (8, 4096, 16 * 4096, wanted, model.config, 1.0)
+        poor = search(model.dims, replace(H100, host_memory_bytes=100 * GIB), *args)
+        assert not poor.found
+        assert not poor.lacks_memory
+        said = nothing_fits(poor)
+        assert "offload optimizer, and" in said
+        least = int(re.findall(r"host_memory_gib=(\d+) on", said)[0])
+        for gib, fits in ((least, True), (least - 1, False)):
+            machine = replace(H100, host_memory_bytes=gib * GIB)
+            assert bool(search(model.dims, machine, *args).found) == fits
 
 
 def test_the_leanest_that_is_named_obeys_what_is_held_fixed():

@@ -14,7 +14,6 @@ from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import Alternative, Explanation
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import comparison_json
-from stepwell.plan.memory.host import HostMemory, host_memory
 from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.search.candidates import Candidate, Ranking
 from stepwell.plan.search.runs import settings_of, short
@@ -63,11 +62,7 @@ class Review:
     @property
     def fits(self) -> bool:
         whole = self.method is None or self.method.fits
-        return whole and self.candidate.headroom_bytes >= 0
-
-    @property
-    def host(self) -> HostMemory:
-        return host_memory(self.run, self.task.num_gpus, self.task.cluster)
+        return whole and self.candidate.fits
 
 
 def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
@@ -76,7 +71,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
     values: dict[str, Any] = {
         "layout": layout_json(found),
         "text": short(layout),
-        "fits": found.headroom_bytes >= 0,
+        "fits": found.fits,
         "memory/peak_bytes": round(found.peak_bytes),
         "memory/headroom_bytes": round(found.headroom_bytes),
         "time/step_s": step.total_s,
@@ -93,7 +88,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
     if full:
         values |= {
             "memory/items": {k: round(n) for k, n in memory_items(found).items()},
-            "memory/host": {k: round(n) for k, n in found.memory.host.items()},
+            "host": found.memory.host.as_json(),
             "memory/phase": found.exact.phase if found.exact else found.memory.phase,
             "memory/pp_rank": found.memory.pp_rank,
             "time/parts": step.parts,
@@ -250,7 +245,7 @@ def training(best: Candidate, tokens: int) -> dict[str, float]:
 
 
 def review_json(review: Review) -> dict[str, Any]:
-    task, host = review.task, review.host
+    task = review.task
     values = {
         "name": review.run.name,
         "method": review.run.method.kind,
@@ -260,7 +255,6 @@ def review_json(review: Review) -> dict[str, Any]:
         "global_batch_tokens": task.tokens,
         "assumed": list(review.assumed),
         **candidate_json(review.candidate),
-        "host": host.as_json(),
         "knobs": knobs_json(review.knobs),
         "together": knobs_json(review.together),
         "fastest": candidate_json(review.fastest, full=False) if review.fastest else None,

@@ -9,6 +9,7 @@ from math import gcd
 from typing import Any
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, fewest_micro_batches
+from stepwell.plan.footprint.footprint import headroom
 from stepwell.plan.job import Arrangement
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import REASONS, Pins, Task, context_problem, tensor_problem
@@ -21,7 +22,8 @@ from stepwell.types import ConfigError
 class Changed:
     """layout: None where the change leaves no layout. broken: the rule that forbids it, in words.
     Memory and time are of the layout even where a rule forbids it. also: what had to change with
-    it, besides the data ranks."""
+    it, besides the data ranks. shortage: of the machine's own memory, where the accelerator's is
+    enough."""
 
     layout: Arrangement | None
     peak_bytes: float = 0.0
@@ -29,6 +31,7 @@ class Changed:
     fits: bool = False
     broken: str = ""
     also: tuple[str, ...] = ()
+    shortage: str = ""
 
     @property
     def step_s(self) -> float:
@@ -56,7 +59,8 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
             return Changed(None, broken=broken)
         raise
     also = _also(before, layout, changes)
-    return Changed(layout, held.total, step, prices.fits(layout), broken, also)
+    short_of = "" if headroom(held, task.cluster) < 0 else held.host.shortage or ""
+    return Changed(layout, held.total, step, prices.fits(layout), broken, also, short_of)
 
 
 def _does_not_divide(layout: Arrangement, num_gpus: int) -> str:

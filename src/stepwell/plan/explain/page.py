@@ -110,7 +110,7 @@ def _compared(found: Gap) -> list[Rows]:
 def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:
     layout, cluster = best.layout, task.cluster
     has = cluster.accelerator.memory_bytes
-    fits = best.headroom_bytes >= 0
+    host, here = best.memory.host, best.headroom_bytes >= 0
     return {
         "title": f"{name} on {task.num_gpus:,} x {cluster.name}",
         "lead": (
@@ -121,8 +121,14 @@ def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> d
             Figure(
                 "memory of a GPU",
                 f"{best.peak_bytes / GIB:.1f} GiB",
-                f"of {has / GIB:.1f}: {'fits' if fits else 'does not fit'}",
-                "good" if fits else "bad",
+                f"of {has / GIB:.1f}: {'fits' if here else 'does not fit'}",
+                "good" if here else "bad",
+            ),
+            Figure(
+                "a machine's own memory",
+                f"{host.total / GIB:.1f} GiB",
+                f"of {host.room / GIB:.1f}: {'fits' if host.fits else 'does not fit'}",
+                "good" if host.fits else "bad",
             ),
             Figure(
                 "a step",

@@ -199,7 +199,8 @@ def _exactly(alone: Changed, prices: Prices, task: Task) -> Changed:
     if isinstance(exact, str):
         return replace(alone, broken=exact)
     spare = max(0.0, task.pins.headroom_bytes)
-    return replace(alone, peak_bytes=exact.peak_bytes, fits=exact.headroom_bytes >= spare)
+    fits = exact.fits and exact.headroom_bytes >= spare
+    return replace(alone, peak_bytes=exact.peak_bytes, fits=fits)
 
 
 def fixed(pins: Pins, wanted: dict[str, Any]) -> bool:
@@ -442,6 +443,8 @@ def _told(alternative: Alternative, best: Candidate) -> str:
     if alone.broken:
         text = f"{label}: {alone.broken.removeprefix(label + ' ')}"
         text += f"; it would take {price}." if price and alone.fits else "."
+    elif alone.shortage:
+        text = f"{label}{how} does not fit: {alone.shortage}."
     elif not alone.fits:
         margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
         text = f"{label}{how} needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."

@@ -6,7 +6,7 @@ search (which asks thousands of times) and for runs that others have published.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint.activations import Block, block_of
@@ -14,13 +14,14 @@ from stepwell.plan.footprint.coefficients import SHIPPED, MemoryCoefficients
 from stepwell.plan.footprint.moments import host_of, moments_of, rank_of
 from stepwell.plan.footprint.pieces import ranks_to_try
 from stepwell.plan.job import Arrangement, Job
+from stepwell.plan.memory.host import HostMemory, of_machine
 
 
 @dataclass(frozen=True)
 class Footprint:
     """items: bytes of tensors on the GPU at the worst moment, which is in `phase`, on pipeline rank
     pp_rank. fragmentation: blocks that other moments have freed and this one cannot use. context,
-    communicators: beside the allocator. host: bytes of this rank in its machine's memory.
+    communicators: beside the allocator. host: what the fullest machine's own memory holds.
     """
 
     phase: str
@@ -29,7 +30,7 @@ class Footprint:
     fragmentation: float
     context: float
     communicators: float
-    host: dict[str, float] = field(default_factory=dict)
+    host: HostMemory
 
     @property
     def allocated(self) -> float:
@@ -65,7 +66,9 @@ def footprint(
     sparse = block_of(job.dims, job.layout, experts=True) if job.dims.experts else dense
     ranks = ranks_to_try(job.dims, job.layout) if pp_rank is None else (pp_rank,)
     found = [_of_rank(job, rank, dense, sparse, coefficients) for rank in ranks]
-    return max(found, key=lambda footprint: footprint.total)
+    most = max(found, key=lambda footprint: footprint.total)
+    host = max((one.host for one in found), key=lambda host: host.total)
+    return most if most.host is host else replace(most, host=host)
 
 
 def headroom(
@@ -79,11 +82,10 @@ def headroom(
 def fits(
     footprint: Footprint, cluster: Cluster, coefficients: MemoryCoefficients = SHIPPED
 ) -> bool:
-    """Whether the GPU has room, and the machine, if its memory is known."""
+    """Whether the GPU has room, and its machine."""
     if headroom(footprint, cluster, coefficients) < 0:
         return False
-    host = sum(footprint.host.values()) * cluster.gpus_per_node
-    return cluster.host_memory_bytes is None or host <= cluster.host_memory_bytes
+    return footprint.host.total <= cluster.host_room_bytes
 
 
 def _of_rank(
@@ -103,7 +105,7 @@ def _of_rank(
         fragmentation=coefficients.fragmentation * (largest - totals[phase]),
         context=coefficients.context_bytes,
         communicators=coefficients.group_bytes * _num_groups(job.layout),
-        host=host_of(rank),
+        host=of_machine(host_of(rank), job.layout.num_gpus, job.cluster),
     )
 
 

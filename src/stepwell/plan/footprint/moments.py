@@ -23,6 +23,7 @@ from stepwell.plan.footprint.kept import group_of, kept_before, kept_by, num_gro
 from stepwell.plan.footprint.pieces import Pieces, held_by_stages, pieces_of_rank, target_sizes
 from stepwell.plan.footprint.state import State, state_of
 from stepwell.plan.job import Arrangement, Dims, Job
+from stepwell.plan.memory.host import PROCESS_BYTES, batch_bytes
 
 OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory/ledger)
 
@@ -103,12 +104,19 @@ def _moments(rank: Rank) -> dict[str, Items]:
 
 
 def host_of(rank: Rank) -> Items:
-    """Bytes of the rank in its machine's memory."""
+    """Bytes of the rank in its machine's memory, by the names of `memory/host.host_memory`."""
+    layout, state = rank.job.layout, rank.state
     found: Items = {}
-    if rank.state.host:
-        found["optimizer"] = rank.state.host
-    if rank.job.layout.offload_activations:
-        found["activations"] = rank.kept.total
+    if state.host:
+        kind = "parameters" if layout.offload_parameters else "optimizer"
+        found[f"offload.{kind}"] = state.host
+    if layout.offload_activations:
+        found["offload.activations"] = rank.kept.total
+    if state.staged:
+        found["checkpoint"] = state.staged
+    rows = layout.global_batch_rows
+    found["batches"] = batch_bytes(rows, layout.seq_len, layout.data_ranks)
+    found["processes"] = PROCESS_BYTES["cuda"]
     return found
 
 

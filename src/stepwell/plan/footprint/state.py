@@ -24,7 +24,7 @@ class State(NamedTuple):
     block_gradient, root_gradient: a block's part of them, and that of the ends. Elements: elements,
     of a tensor rank; shard, what is trained of what data ranks leave; block_whole, root_whole:
     trained, undivided; block_gathered, root_gathered: as FSDP2 hands them out; embedding, head.
-    host: bytes in the host's memory."""
+    host: bytes that live in the host's memory; staged: that a checkpoint copies there."""
 
     parameters: float
     masters: float
@@ -43,6 +43,7 @@ class State(NamedTuple):
     embedding: float
     head: float
     host: float
+    staged: float
 
 
 def state_of(dims: Dims, layout: Arrangement, pieces: Pieces) -> State:
@@ -83,6 +84,7 @@ def state_of(dims: Dims, layout: Arrangement, pieces: Pieces) -> State:
         embedding=elements.embedding if pieces.first else 0.0,
         head=elements.head if pieces.last else 0.0,
         host=held.host,
+        staged=held.staged,
     )
 
 
@@ -142,6 +144,12 @@ class _Held(NamedTuple):
     gradients: float
     gradient_bytes: int
     host: float
+    staged: float = 0.0
+
+
+def _stages(layout: Arrangement) -> bool:
+    """Whether a checkpoint is copied to the host first; of other programs it is not known."""
+    return layout.program == "stepwell" and layout.stages_checkpoint
 
 
 def _fsdp(layout: Arrangement, shard: float, trained: _Trained, frozen_apart: float) -> _Held:
@@ -150,11 +158,12 @@ def _fsdp(layout: Arrangement, shard: float, trained: _Trained, frozen_apart: fl
     adapters = num if layout.adapters else 0.0  # beside the model's own
     parameters = p * num + a * (shard + adapters - num) + frozen_apart
     moments, gradients, host = _moments(layout, trained), p * num, 0.0
+    staged = p * num + moments if _stages(layout) else 0.0
     if layout.offload_parameters:
         host, parameters, moments = parameters + gradients + moments, 0.0, 0.0
     elif layout.offload_optimizer:  # master, moments, and a pinned buffer
         host, moments = 2 * p * num + moments, 0.0
-    return _Held(parameters, 0.0, moments, gradients, p, host)
+    return _Held(parameters, 0.0, moments, gradients, p, host, staged)
 
 
 def _megatron(layout: Arrangement, whole: float, shard: float, trained: _Trained) -> _Held:

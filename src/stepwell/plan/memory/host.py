@@ -4,8 +4,9 @@ batches, processes. No torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 from stepwell.config import Run
@@ -13,7 +14,7 @@ from stepwell.hardware import GIB
 from stepwell.parallel.lever_rules import host_bytes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.memory.models import predict_models
+from stepwell.plan.memory.models import ModelBytes, critic_of, predict_models
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -25,20 +26,26 @@ BATCH_BYTES_PER_TOKEN = 32
 # The batch at work and the one that is drawn.
 NUM_BATCHES = 2
 # Parts of `host_bytes` that are in pinned memory (a quarter: the buffer between device and host;
-# a half: parameters and gradients, not the moments).
-PINNED = {"offload.optimizer": 0.25, "offload.parameters": 0.5, "offload.activations": 1.0}
+# a half: parameters and gradients, not the moments), and a reference that is parked there.
+PINNED = {
+    "offload.optimizer": 0.25,
+    "offload.parameters": 0.5,
+    "offload.activations": 1.0,
+    "reference": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class HostMemory:
     """items: bytes on a machine, by what. pinned: the part of them that cannot be swapped out;
     torch rounds each pinned allocation up to a power of two, so it may take up to twice as much.
-    available: of the machine, None where the cluster does not say."""
+    room: what the machine has; known: whether the cluster says so."""
 
     ranks_per_machine: int
     items: dict[str, int]
     pinned: int
-    available: int | None = None
+    room: int
+    known: bool = False
 
     @property
     def total(self) -> int:
@@ -50,28 +57,31 @@ class HostMemory:
         return self.total + self.pinned
 
     @property
-    def fits(self) -> bool | None:
-        """None where the machine's memory is not known."""
-        return None if self.available is None else self.total <= self.available
+    def fits(self) -> bool:
+        return self.total <= self.room
 
     @property
     def shortage(self) -> str | None:
-        """What is wrong if it does not fit."""
-        if self.available is None or self.total <= self.available:
+        """What is wrong if it does not fit, and from when on it would."""
+        if self.fits:
             return None
         largest = sorted(self.items, key=lambda key: -self.items[key])[:3]
         parts = ", ".join(f"{key} {self.items[key] / GIB:.1f} GiB" for key in largest)
+        many = "1 rank" if self.ranks_per_machine == 1 else f"{self.ranks_per_machine} ranks"
+        less = self.total - self.items.get("checkpoint", 0)
+        instead = "" if less > self.room else ", or with checkpoint.asynchronous=false"
+        has = "its" if self.known else "the usual"
         return (
-            f"{self.total / GIB:.1f} GiB of host memory for {self.ranks_per_machine} ranks a "
-            f"machine ({parts}) are more than its {self.available / GIB:.1f} GiB"
+            f"{self.total / GIB:.1f} GiB of host memory for {many} a machine ({parts}) are more "
+            f"than {has} {self.room / GIB:.1f} GiB; it fits from host_memory_gib="
+            f"{ceil(self.total / GIB)} on{instead}"
         )
 
-    def lines(self) -> list[str]:
-        known = "" if self.available is None else f" of {self.available / GIB:,.0f} GiB"
-        head = f"host memory of a machine ({self.ranks_per_machine} ranks): "
-        found = [f"{head}{self.total / GIB:,.1f} GiB{known}, {self.pinned / GIB:,.1f} pinned"]
-        found += [f"  {key:<20} {n / GIB:>9,.2f} GiB" for key, n in self.items.items()]
-        return found + ([self.shortage] if self.shortage else [])
+    @property
+    def text(self) -> str:
+        has = f"{self.room / GIB:,.1f}" + ("" if self.known else " that are usual")
+        items = ", ".join(f"{key} {n / GIB:,.1f}" for key, n in self.items.items())
+        return f"{self.total / GIB:,.1f} of {has} GiB ({items})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -79,7 +89,8 @@ class HostMemory:
             "items": self.items,
             "total": self.total,
             "pinned": self.pinned,
-            "available": self.available,
+            "available": self.room if self.known else None,
+            "room": self.room,
             "fits": self.fits,
         }
 
@@ -99,41 +110,49 @@ def host_memory(
     if world < 1:
         raise ConfigError(f"world={world} must be at least 1")
     sizes = axis_sizes(run.layout, world)
-    here = min(world, cluster.gpus_per_node)
-    offloaded = {f"offload.{key}": n for key, n in host_bytes(run, sizes).items()}
-    models = predict_models(run, world, critic)
-    of_rank = dict(offloaded)
+    of_rank = {f"offload.{key}": n for key, n in host_bytes(run, sizes).items()}
+    if (own := critic_of(run, critic)) is not None:
+        for key, num_bytes in host_bytes(own, sizes).items():
+            if key != "activations":  # of one model at a time
+                of_rank[f"offload.{key}"] += num_bytes
+    models = predict_models(without_offload(run), world, critic)
     parked = models["reference"].host if "reference" in models else 0
     if parked:
         of_rank["reference"] = parked
-    staged = staged_bytes(run, world, critic)
-    if staged:
-        of_rank["checkpoint"] = staged
-    of_rank["batches"] = batch_bytes(run, sizes.dp_replicate * sizes.dp_shard)
+    if run.checkpoint.asynchronous:
+        of_rank["checkpoint"] = staged_bytes(models)
+    rows = run.train.global_batch_rows
+    of_rank["batches"] = batch_bytes(rows, run.data.seq_len, sizes.dp_replicate * sizes.dp_shard)
     of_rank["processes"] = PROCESS_BYTES[device]
-    pinned = sum(PINNED[key] * n for key, n in offloaded.items()) + parked
+    return of_machine(of_rank, world, cluster)
+
+
+def of_machine(of_rank: Mapping[str, float], world: int, cluster: Cluster) -> HostMemory:
+    """of_rank: bytes of one of `world` ranks, by what."""
+    here = min(world, cluster.gpus_per_node)
+    pinned = sum(PINNED.get(key, 0.0) * n for key, n in of_rank.items())
     return HostMemory(
         ranks_per_machine=here,
-        items={key: n * here for key, n in of_rank.items()},
+        items={key: round(n * here) for key, n in of_rank.items()},
         pinned=round(pinned * here),
-        available=cluster.host_memory_bytes,
+        room=cluster.host_room_bytes,
+        known=cluster.host_memory_bytes is not None,
     )
 
 
-def staged_bytes(run: Run, world: int, critic: ModelConfig | None = None) -> int:
+def without_offload(run: Run) -> Run:
+    """Of parameters and the optimiser: wherever they live, a checkpoint copies them."""
+    away = run.offload.model_copy(update={"optimizer": False, "parameters": False})
+    return run.model_copy(update={"offload": away})
+
+
+def staged_bytes(models: Mapping[str, ModelBytes]) -> int:
     """Of a rank: what an asynchronous checkpoint copies to the host before it is written, masters
-    and moments of what is trained. 0 for one that is not asynchronous."""
-    if not run.checkpoint.asynchronous:
-        return 0
-    plain = run.model_copy(
-        update={"offload": run.offload.model_copy(update={"optimizer": False, "parameters": False})}
-    )
-    models = predict_models(plain, world, critic)
+    and moments of what is trained. models: without offload."""
     trained = [models[name] for name in ("policy", "critic") if name in models]
     return sum(model.master + model.moments for model in trained)
 
 
-def batch_bytes(run: Run, num_shares: int) -> int:
+def batch_bytes(global_rows: int, seq_len: int, num_shares: int) -> int:
     """Of a rank's rows of a step."""
-    rows = -(-run.train.global_batch_rows // num_shares)
-    return NUM_BATCHES * prod((rows, run.data.seq_len, BATCH_BYTES_PER_TOKEN))
+    return NUM_BATCHES * prod((-(-global_rows // num_shares), seq_len, BATCH_BYTES_PER_TOKEN))

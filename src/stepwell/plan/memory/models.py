@@ -55,11 +55,10 @@ def predict_models(
     models, which every rank holds whole. A model that takes nothing of its own (the policy with its
     adapters off) is there with zeros.
     """
-    axes, method = axis_sizes(run.layout, world), run.method
+    axes = axis_sizes(run.layout, world)
     found = {"policy": _trained(run, axes)}
-    if isinstance(method, PPO) and method.critic == "separate":
-        model = critic or run.model.model_copy(update={"head": "score", "num_labels": 1})
-        found["critic"] = _trained(run.model_copy(update={"model": model}), axes)
+    if (own := critic_of(run, critic)) is not None:
+        found["critic"] = _trained(own, axes)
     if (place := reference_place(run)) is not None:
         model = run.model.model_copy(update={"head": "lm"})
         frozen = _frozen(run.model_copy(update={"model": model, "lora": LoraConfig()}), axes)
@@ -71,6 +70,14 @@ def predict_models(
         elements = sum(prod(shape) for shape in parameter_shapes(model).values())
         found[name] = ModelBytes(elements * DTYPE_BYTES[run.precision.compute])
     return found
+
+
+def critic_of(run: Run, critic: ModelConfig | None = None) -> Run | None:
+    """The run of a critic that is a model of its own. critic: as in `predict_models`."""
+    if not isinstance(run.method, PPO) or run.method.critic != "separate":
+        return None
+    model = critic or run.model.model_copy(update={"head": "score", "num_labels": 1})
+    return run.model_copy(update={"model": model})
 
 
 def reference_place(run: Run) -> str | None:

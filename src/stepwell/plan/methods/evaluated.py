@@ -189,7 +189,7 @@ def placed(
         models=models,
         parts={name: _with_outside(held, training) for name, held in parts.items()},
         limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
-        host_of_machine=here * (training.host + away),
+        host_of_machine=_host(training, placement) + here * away,
         host_limit=question.cluster.host_memory_bytes,
         sampling=sampling,
         times=times_of(question, placement, training, sampling),
@@ -245,6 +245,14 @@ def placed_models(apart: dict[str, ModelBytes], placement: Placement) -> dict[st
     """What each model takes where it is."""
     found = {"policy": apart["policy"]}
     if placement.critic == "separate":
+def _host(training: Training, placement: Placement) -> int:
+    """Of a machine, for what trains; a critic of its own has as much again, but for parameters,
+    which `models` has."""
+    both = ("checkpoint", "offload.optimizer") if placement.critic == "separate" else ()
+    host = training.host
+    return sum(host.values()) + sum(host.get(key, 0) for key in both)
+
+
         found["critic"] = apart["critic"]
     elif placement.critic == "shared":
         found["critic"] = ModelBytes()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from stepwell.plan.footprint.footprint import Footprint, footprint, headroom
 from stepwell.plan.job import Arrangement, Job
+from stepwell.plan.memory.host import HostMemory
 from stepwell.plan.memory.ledger import MemoryLedger
 from stepwell.plan.search.checks import pins_text
 from stepwell.plan.search.runs import short
@@ -26,9 +27,16 @@ class Candidate:
     exact: MemoryLedger | None = None
     not_in_engine: str = ""
 
-    def with_ledger(self, ledger: MemoryLedger) -> Candidate:
-        """With the engine's own, and what lies beside its tensors on the same pipeline rank."""
-        return replace(self, exact=ledger, memory=footprint(self.job, ledger.pp_rank))
+    def with_ledger(self, ledger: MemoryLedger, host: HostMemory | None = None) -> Candidate:
+        """With the engine's own, and what lies beside its tensors on the same pipeline rank. host:
+        by default as it is."""
+        memory = replace(footprint(self.job, ledger.pp_rank), host=host or self.memory.host)
+        return replace(self, exact=ledger, memory=memory)
+
+    @property
+    def fits(self) -> bool:
+        """Into the accelerators, and into their machines' own memory."""
+        return self.headroom_bytes >= 0 and self.memory.host.fits
 
     @property
     def layout(self) -> Arrangement:
@@ -102,6 +110,9 @@ def nothing_fits(ranking: Ranking) -> str:
     if closest is None:
         return f"{what}obeys the rules{held}: {rules_text(ranking)}"
     if not ranking.lacks_memory:
+        if closest.memory.host.shortage:
+            lean = f"the leanest is {short(closest.layout)}, and {closest.memory.host.shortage}"
+            return f"{what}fits{held}: {lean}"
         return f"{what}runs{held}: {rules_text(ranking)}"
     has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
     said = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"

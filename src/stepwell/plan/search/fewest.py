@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stepwell.plan.cluster import Cluster
+from stepwell.plan.footprint.footprint import headroom
 from stepwell.plan.job import Arrangement
 from stepwell.plan.search.checks import check_task
 from stepwell.plan.search.prices import Prices
@@ -55,12 +56,22 @@ def _something_fits(task: Task, prices: Prices) -> bool:
         return False
     spare = task.pins.headroom_bytes
     fitting = (prices.as_run(x) for x in _leanest(task) if prices.fits(x, spare))
-    return any(not isinstance(found, str) and found.headroom_bytes >= spare for found in fitting)
+    return any(
+        not isinstance(found, str) and found.headroom_bytes >= spare and found.fits
+        for found in fitting
+    )
 
 
 def leanest_of(task: Task, prices: Prices) -> Arrangement | None:
-    """What holds the least on an accelerator; None where the rules allow nothing."""
-    return min(_leanest(task), key=lambda x: prices.memory(x).total, default=None)
+    """What lacks the least of an accelerator's memory, then what holds the least of its machine's;
+    None where the rules allow nothing."""
+
+    def lacking(layout: Arrangement) -> tuple[float, float, float]:
+        held = prices.memory(layout)
+        lacks = task.pins.headroom_bytes - headroom(held, task.cluster)
+        return max(0.0, lacks), held.host.total, held.total
+
+    return min(_leanest(task), key=lacking, default=None)
 
 
 def _leanest(task: Task) -> Iterator[Arrangement]:

@@ -22,7 +22,6 @@ from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
-HOST_BYTES_A_GPU = 256 * 2**30  # of a machine that does not say: 2 TiB beside 8, as is usual
 # Parts of a step that depend on how the data ranks divide the model, or grow with such ones.
 OF_DATA_RANKS = (
     *("exposed data", "exposed offload", "contention", "optimizer", "straggling"),
@@ -101,10 +100,7 @@ class Prices:
         if headroom_bytes == -math.inf:
             return True
         held = self.memory(layout)
-        if not fits(held, self.cluster) or headroom(held, self.cluster) < headroom_bytes:
-            return False
-        room = self.cluster.host_memory_bytes or HOST_BYTES_A_GPU * self.cluster.gpus_per_node
-        return sum(held.host.values()) * self.cluster.gpus_per_node <= room
+        return fits(held, self.cluster) and headroom(held, self.cluster) >= headroom_bytes
 
     def on(self, cluster: Cluster) -> Prices:
         """Of the same model on machines of the same sizes, with other rates or more memory; what
@@ -129,16 +125,16 @@ class Prices:
             return str(refusal)
         rank = predict_rank(run, layout.num_gpus, found.memory.pp_rank, device="cuda")
         worst = replace(found, exact=rank)
-        return worst if worst.headroom_bytes < 0 else _with_ledger(found, run)
+        return worst if worst.headroom_bytes < 0 else _with_ledgers(found, run)
 
     def candidate(self, layout: Arrangement) -> Candidate:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
 
 
 def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:
-    """The candidate with the engine's exact ledger. Raises ConfigError with what the engine's rules
-    have against it."""
-    return _with_ledger(candidate, checked_run(config, candidate.layout))
+    """The candidate with the engine's exact ledgers. Raises ConfigError with what the engine's
+    rules have against it."""
+    return _with_ledgers(candidate, checked_run(config, candidate.layout))
 
 
 def checked_run(config: ModelConfig, layout: Arrangement) -> Run:
@@ -148,6 +144,6 @@ def checked_run(config: ModelConfig, layout: Arrangement) -> Run:
     return run
 
 
-def _with_ledger(candidate: Candidate, run: Run) -> Candidate:
+def _with_ledgers(candidate: Candidate, run: Run) -> Candidate:
     world = candidate.layout.num_gpus
     return candidate.with_ledger(predict_memory(run, world, device="cuda"))

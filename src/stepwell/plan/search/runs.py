@@ -43,6 +43,8 @@ def values_of(config: ModelConfig, layout: Arrangement, name: str) -> dict[str, 
     if layout.recompute != "none":
         every = {"every": layout.recompute_every} if layout.recompute == "every" else {}
         values["remat"] = {"mode": layout.recompute, **every}
+    if not layout.stages_checkpoint:
+        values["checkpoint"] = {"asynchronous": False}
     offload = {
         "optimizer": layout.offload_optimizer,
         "parameters": layout.offload_parameters,

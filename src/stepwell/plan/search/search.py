@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from stepwell.plan.cluster import Cluster
+from stepwell.plan.footprint.footprint import headroom
 from stepwell.plan.job import Arrangement, Dims
 from stepwell.plan.search.candidates import Candidate, Ranking, complexity, mesh_of
 from stepwell.plan.search.checks import check_task
@@ -93,7 +94,7 @@ def search(
         else:
             offload = ()
     found = _checked(opened, slack)
-    lean = None if found else leanest_of(task, prices)
+    closest = None if found else _closest(task, prices, may_offload)
     return Ranking(
         task=task,
         found=found,
@@ -103,10 +104,21 @@ def search(
         num_layouts=opened.num_layouts,
         num_timed=opened.num_timed,
         seconds=time.perf_counter() - begin,
-        closest=prices.candidate(lean) if lean else None,
+        closest=closest,
         offload=offload,
         complaints=tuple(dict.fromkeys(opened.complaints)),
     )
+
+
+def _closest(task: Task, prices: Prices, may_offload: bool) -> Candidate | None:
+    """What lacks the least: with the least offload that an accelerator has room with, if any."""
+    tasks = [task]
+    if may_offload and task.pins.offload is None:
+        tasks += [replace(task, pins=replace(task.pins, offload=kinds)) for kinds in OFFLOADS]
+    found = [prices.candidate(lean) for one in tasks if (lean := leanest_of(one, prices))]
+    spare = task.pins.headroom_bytes
+    with_room = (c for c in found if headroom(c.memory, task.cluster) >= spare)
+    return next(with_room, found[0] if found else None)
 
 
 # By recomputation: the rows at a time from which a family is too large, and up to which it fits.
@@ -190,7 +202,8 @@ class _Open:
             self.refused["engine"] += 1
             self.complaints.append(found)
             return False
-        if found.headroom_bytes < self.task.pins.headroom_bytes:
+        spare = self.task.pins.headroom_bytes
+        if found.headroom_bytes < spare or (spare > -math.inf and not found.memory.host.fits):
             self.refused["exact memory"] += 1
             return False
         return True

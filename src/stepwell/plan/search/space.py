@@ -56,7 +56,7 @@ REASONS = {
     "rounds": "micro-batches do not make equal rounds of an interleaved schedule",
     "experts": "expert ranks must divide the experts and the ranks of a stage",
     "wide micro-batch": f"a micro-batch of more than {MOST_MICRO_BATCH_TOKENS:,} tokens a rank",
-    "memory": "does not fit into the accelerator's memory",
+    "memory": "does not fit into the memory of an accelerator, or of its machine",
     "exact memory": "timed, but does not fit by the exact ledger of the engine",
     "too slow": "cannot be as fast as what was found, even if data parallel messages took no time",
     "more recomputation": "fits with less recomputation, which is faster",
