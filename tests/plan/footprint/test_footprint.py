@@ -20,6 +20,7 @@ from stepwell.plan.footprint.pieces import (
 )
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, dims_of, job_of
 from stepwell.plan.memory.ledger import predict_rank, zero_bytes_per_parameter
+from stepwell.plan.memory.host import host_memory, of_machine
 from stepwell.plan.steptime.step import predict_step
 from stepwell.plan.pipeline.actions import schedule_actions
 from stepwell.presets import PRESETS
@@ -149,11 +150,20 @@ def test_it_agrees_for_other_models(preset, name):
     compare(run_of(preset, overrides, world), world)
 
 
-def test_host_memory_is_what_offload_says():
-    for lever in ("optimizer", "parameters"):
-        run = run_of("llama3-8b", {f"offload.{lever}": True}, 8)
-        exact = sum(predict_rank(run, 8, 0, device="cuda").host.values())
-        assert sum(footprint(job_of(run, 8, H100)).host.values()) == pytest.approx(exact, rel=0.03)
+@pytest.mark.parametrize("world", [4, 16])
+def test_a_machines_memory_is_that_of_the_exact_ledger(world):
+    """Of fewer ranks than a machine has, and of several machines; by kind."""
+    levers = [{f"offload.{lever}": True} for lever in ("optimizer", "parameters", "activations")]
+    others = [{"checkpoint.asynchronous": False}, {"lora.rank": 16}, {"layout.pp": 2}]
+    for overrides in ({}, *levers, *others):
+        run = run_of("llama3-8b", overrides, world)
+        exact = host_memory(run, world, H100)
+        found = footprint(job_of(run, world, H100)).host
+        assert found.items.keys() == exact.items.keys()
+        for kind, num_bytes in exact.items.items():
+            assert found.items[kind] == pytest.approx(num_bytes, rel=0.03)
+        assert found.ranks_per_machine == exact.ranks_per_machine == min(world, 8)
+        assert found.pinned == pytest.approx(exact.pinned, rel=0.03)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zbv"])
@@ -474,7 +484,8 @@ def test_torchs_losses():
 
 def holding(num_bytes: float, host: float = 0.0) -> Footprint:
     items = {"parameters": num_bytes}
-    return Footprint("loss", 0, items, 0.0, 0.0, 0.0, {"optimizer": host} if host else {})
+    machine = of_machine({"offload.optimizer": host}, 8, H100)
+    return Footprint("loss", 0, items, 0.0, 0.0, 0.0, machine)
 
 
 def test_it_fits_up_to_the_margin():
@@ -492,7 +503,8 @@ def test_all_ranks_of_a_machine_share_its_memory():
     machine = replace(H100, host_memory_bytes=800)
     assert fits(holding(1, host=100), machine)
     assert not fits(holding(1, host=101), machine)
-    assert fits(holding(1, host=10**15), H100)  # not known
+    assert fits(holding(1, host=256 * GIB), H100)  # not known: what is usual
+    assert not fits(holding(1, host=256 * GIB + 1), H100)
 
 
 def test_what_each_tool_shows():

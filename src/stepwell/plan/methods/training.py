@@ -37,14 +37,15 @@ MATRICES = 7  # of a block
 @dataclass(frozen=True)
 class Training:
     """A training step of the policy on `job`, and what every model takes on one of its GPUs, each
-    apart. gathered: bytes of weights while a model scores."""
+    apart. host: bytes of a machine's own memory, by what. gathered: bytes of weights while a model
+    scores."""
 
     job: Job
     models: dict[str, ModelBytes]
     allocated: float
     reserve: float
     outside: float
-    host: float
+    host: dict[str, int]
     gathered: float
 
     @property
@@ -159,7 +160,7 @@ def training_of(
         allocated=allocated,
         reserve=found.fragmentation / allocated,
         outside=found.context + found.communicators,
-        host=sum(found.host.values()),
+        host=found.host.items,
         gathered=gathered,
     )
 
