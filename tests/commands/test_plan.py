@@ -38,6 +38,21 @@ def run(capsys, *words):
     return code, out, err
 
 
+def test_rows_longer_than_the_model_was_made_for_are_told(capsys, tmp_path):
+    path = tmp_path / "long.toml"
+    for length, told in (("8k", False), ("16k", True)):
+        words = ["--model", "smollm2-135m", "--gpus", "8", "--seq-len", length, "--quick"]
+        code, out, _ = run(capsys, *words, "--write", str(path))
+        assert code == 0
+        written, shown = path.read_text("utf-8").replace("\n# ", " "), " ".join(out.split())
+        for text in (written, shown):
+            assert ("up to 16,384, though smollm2-135m was made for 8,192" in text) == told
+        check_run(Run.load(path), 8)
+        code, out, _ = run(capsys, *words[:-1], "--method", "dpo", "--json")
+        assert code == 0
+        assert ("made for 8,192" in " ".join(json.loads(out).get("assumed", []))) == told
+
+
 def test_numbers_with_units():
     assert number("--x", "8k", BINARY) == 8192
     assert number("--x", "16M", BINARY) == 16 * 2**20

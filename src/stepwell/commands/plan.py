@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -205,12 +206,26 @@ def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, 
         found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")
     if "seq-len" not in asked.given:
         found.append(f"rows of {task.seq_len:,} tokens (--seq-len)")
+    if longer := _longer(subject, task.seq_len):
+        found.append(longer)
     tokens = asked.get("global-batch-tokens")
     if tokens is None:
         found.append(f"a batch of {task.tokens:,} tokens (--global-batch-tokens)")
     elif tokens != task.tokens:
         found.append(f"{tokens:,} tokens a step are rounded to whole rows")
     return tuple(found)
+
+
+def _longer(subject: Subject, seq_len: int) -> str:
+    """What rows beyond the model's own context ask for; empty if they are within it."""
+    if subject.config is None or seq_len <= subject.config.max_seq_len:
+        return ""
+    most = subject.config.max_seq_len
+    return (
+        f"positions up to {seq_len:,}, though {subject.name} was made for {most:,} "
+        "(model.max_seq_len): training from scratch learns them; weights that were trained before "
+        "have seen none beyond, and nothing stretches them (model.rope_scaling is as it was)"
+    )
 
 
 def _nothing_fits(asked: Asked, ranking: Any, subject: Subject) -> int:
@@ -400,6 +415,7 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
     exact = as_run(best, subject.config).exact
     assert exact is not None
     values = values_of(subject.config, best.layout, path.stem)
+    longer = _longer(subject, best.layout.seq_len)
     head = (
         f"# {best.layout.num_gpus} x {best.job.cluster.name}, planned: {best.step_s:.2f} s a step, "
         f"MFU {100 * best.step.mfu:.1f} %, {best.peak_bytes / 2**30:.1f} GiB a GPU.\n"
@@ -407,6 +423,9 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
         "says; the rest is\n# fragmentation, the driver's context and communicators' buffers.\n"
         "# Still to say: data.sources and data.tokenizer, optim, train.steps.\n"
     )
+    if longer:
+        head += textwrap.fill(f"It has {longer}.", 100, initial_indent="# ", subsequent_indent="# ")
+        head += "\n"
     write_text(path, head + tomli_w.dumps(values))
 
 
@@ -457,11 +476,13 @@ def _method(asked: Asked, subject: Subject) -> int:
 
         dry = Run.parse(recipe(found, subject.config, "planned", "--dry-run"))
     trainers = found.chosen.trainers if found.chosen is not None else 0
+    longer = _longer(subject, asked.get("seq-len", 0))
+    assumed = (*subject.assumed, *([longer] if longer else []))
     if asked.get("json"):
-        answer = {**found.as_json(), **_assumed_json(subject.assumed)}
+        answer = {**found.as_json(), **_assumed_json(assumed)}
         _print_json(answer, dry, trainers, machines)
     else:
-        _print(asked, found, subject.assumed)
+        _print(asked, found, assumed)
         _show_dry_run(dry, trainers, machines)
     return 0 if found.fits or found.nearest is not None else 1
 

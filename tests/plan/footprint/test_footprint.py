@@ -13,16 +13,17 @@ from stepwell.plan.footprint.coefficients import MemoryCoefficients
 from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.footprint.moments import moments_of, rank_of
 from stepwell.plan.footprint.pieces import (
-    most_in_flight,
+    blocks_of_stages,
+    held_by_stages,
     pieces_of_rank,
     ranks_to_try,
     recomputed_of_ranks,
 )
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, dims_of, job_of
-from stepwell.plan.memory.ledger import predict_rank, zero_bytes_per_parameter
 from stepwell.plan.memory.host import host_memory, of_machine
-from stepwell.plan.steptime.step import predict_step
+from stepwell.plan.memory.ledger import predict_rank, zero_bytes_per_parameter
 from stepwell.plan.pipeline.actions import schedule_actions
+from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import PRESETS
 
 H100 = cluster("h100-sxm")
@@ -198,13 +199,14 @@ def test_ranks_whose_stages_hold_none_of_the_chosen_blocks_are_tried():
                     recompute_every=4)  # fmt: skip
         every = [footprint(known, rank).total for rank in range(4)]
         assert footprint(known).total == max(every), v
-        alike = [replace(known, layout=replace(known.layout, recompute=m)) for m in ("full", "none")]
-        full, none = (footprint(one).total for one in alike)
+        whole, keeps = (known.layout.having(recompute=mode) for mode in ("full", "none"))
+        full, none = (footprint(replace(known, layout=x)).total for x in (whole, keeps))
         assert full < max(every) <= none, v
         if num_layers == 30:
             assert recomputed_of_ranks(dims, known.layout) == [0, 8, 0, 0]
             assert max(every) == none
-            assert predict_step(known).parts == predict_step(alike[0]).parts  # the busiest rank's
+            busiest = predict_step(replace(known, layout=whole)).parts
+            assert predict_step(known).parts == busiest
 
 
 def test_ranks_of_unlike_blocks_are_all_tried():
