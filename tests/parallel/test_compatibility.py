@@ -59,7 +59,9 @@ def batch():
 def run_of(pair: tuple[str, str]) -> Run:
     settings = combined(*pair)
     assert settings is not None
-    values = {**MODEL, "train.global_batch_rows": 16, **settings}
+    # The features are said with ranks of real models.
+    small = {"lora.rank": 4} if "lora.rank" in settings else {}
+    values = {**MODEL, **settings, **small}
     if settings.get("optim.release_gradients"):
         values["train.micro_batch_rows"] = 16
     if ROUNDED & {*pair}:
