@@ -8,6 +8,7 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.commands import plan_dry_run
+from stepwell.commands.header import header_text
 from stepwell.commands.plan_options import (
     BINARY,
     DECIMAL,
@@ -19,8 +20,10 @@ from stepwell.commands.plan_options import (
     number,
     parse,
 )
+from stepwell.commands.ranks import Ranks
 from stepwell.commands.training import find_recipe
 from stepwell.config import Run
+from stepwell.hardware import device_kind
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.footprint.footprint import footprint
@@ -73,6 +76,25 @@ def test_numbers_with_units():
                        ("step_s=nan", "above 0"), ("step_s=inf", "finite")):  # fmt: skip
         with pytest.raises(ConfigError, match=re.escape(said)):
             measured(text)
+
+
+def test_what_is_offloaded_is_named_once():
+    assert parse(["--offload", "optimizer,activations"]).pins.offload == (
+        "optimizer",
+        "activations",
+    )
+    with pytest.raises(ConfigError, match="names one twice; the nearest is --offload optimizer$"):
+        parse(["--offload", "optimizer,optimizer"])
+
+
+def test_a_small_model_is_told_in_small_units(capsys):
+    small = ["--model.num_layers", "2", "--model.d_model", "128", "--gpus", "2", "--quick"]
+    code, out, err = run(capsys, *small, "--seq-len", "256", "--global-batch-tokens", "2k")
+    assert code == 0, err
+    for digits in ("0.0 GiB", "0.00 GiB", "0.00 s", "0.000"):
+        assert not re.search(rf"(?<![\d.,]){re.escape(digits)}", out)
+    assert re.search(r"  \d+\.\d+ ms a step", out)
+    assert re.search(r"optimizer +\d+\.\d MiB", out)
 
 
 def test_options_become_pins():
@@ -199,7 +221,10 @@ def test_a_model_is_searched_and_explained(capsys, tmp_path):
     assert float(said[2]) < float(said[1])
     assert "</html>" in page.read_text("utf-8")
     assert main(["pretrain", str(recipe), "--check"]) == 0
-    assert f"{said[2]} GiB" in capsys.readouterr().out  # the same figure
+    device = "a CPU" if device_kind() == "cpu" else "a GPU"
+    assert f"tensors on {device}" in capsys.readouterr().out
+    on_gpus = header_text(planned, Ranks(8, grouped=True), device="cuda")
+    assert f"{said[2]} GiB" in on_gpus  # the same figure
 
 
 def test_what_nobody_said_is_told(capsys):

@@ -111,6 +111,6 @@ def test_likely_suspects_come_first_and_say_what_would_gain(capsys):
     assert gains["ZeRO-1"][1] == pytest.approx(network["eased_by"][0]["gain"], abs=0.02)
     assert {knob["name"] for knob in found["knobs"]} <= gains.keys()
     assert main([*WORDS, "--measured", "mfu=0.2"]) == 0
-    assert "gain if measured s a step" in said(capsys)
+    assert "gain if measured a step" in said(capsys)
     assert main(WORDS) == 0
     assert "if measured" not in said(capsys)

@@ -292,6 +292,9 @@ def words(name: str, text: str) -> tuple[str, ...]:
             raise ConfigError(
                 f"{name} {word!r} must be of {', '.join(legal)}, or none{nearest(word, legal)}"
             )
+    once = tuple(dict.fromkeys(found))
+    if once != found:
+        raise ConfigError(f"{name} {text} names one twice; the nearest is {name} {','.join(once)}")
     return found
 
 

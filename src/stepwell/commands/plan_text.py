@@ -35,6 +35,7 @@ from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
+from stepwell.plan.units import in_gib, seconds_text, size_text, tokens_text
 
 WIDTH = 100
 TOO_CLOSE = 1.02  # below what predictions can tell apart
@@ -123,7 +124,7 @@ def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[Rendera
         gain = 1 - after / before
         more = f"{100 * gain:.1f} % less" if gain > 0.001 else "no faster"
         parts += ["", title("The fastest layout that a search finds")]
-        parts.append(f"  {short(answer.fastest.layout)}: {after:.2f} s, {more}")
+        parts.append(f"  {short(answer.fastest.layout)}: {seconds_text(after)}, {more}")
     return parts
 
 
@@ -162,12 +163,12 @@ def headline(found: Candidate) -> list[RenderableType]:
         "  fits" if fits else "  does not fit", style="bold green" if fits else "bold red"
     )
     verdict.append(
-        f": {found.peak_bytes / GIB:.1f} of {has / GIB:.1f} GiB a GPU"
-        + (f", {found.headroom_bytes / GIB:.1f} left" if fits else ""),
+        f": {in_gib(found.peak_bytes)} of {has / GIB:.1f} GiB a GPU"
+        + (f", {found.headroom_bytes / GIB:.1f} left" if found.headroom_bytes >= 0 else ""),
         style="not bold default",
     )
     speed = Text(
-        f"  {found.step_s:.2f} s a step, {found.tokens_per_s:,.0f} tokens/s "
+        f"  {seconds_text(found.step_s)} a step, {found.tokens_per_s:,.0f} tokens/s "
         f"({found.step.tokens_per_s_per_gpu:,.0f} a GPU), MFU {100 * found.step.mfu:.1f} %, "
         f"HFU {100 * found.step.hfu:.1f} %"
     )
@@ -251,7 +252,7 @@ def binding(answer: Searched) -> list[RenderableType]:
             what = f"without {relief.name}"
         other = short(relief.layout) if relief.layout else ""
         table.add_row(
-            what, f"{relief.step_s:.2f} s", change_text(relief.step_s, best.step_s), other
+            what, seconds_text(relief.step_s), change_text(relief.step_s, best.step_s), other
         )
     told = links_note(answer.explanation, best)
     return [table, note(told)] if told else [table]
@@ -276,13 +277,13 @@ def waterfall_table(found: Candidate) -> Table:
         bar = "-" * round(40 * loss.share)
         table.add_row(
             part_text(loss.name),
-            f"{loss.seconds:.3f} s",
+            seconds_text(loss.seconds),
             f"-{100 * loss.share:.1f} %",
             f"{100 * left:.1f} %",
             bar,
         )
     table.add_row(
-        "MFU", f"{losses[0].seconds:.3f} s", "", f"{100 * found.step.mfu:.1f} %", CONVENTION
+        "MFU", seconds_text(losses[0].seconds), "", f"{100 * found.step.mfu:.1f} %", CONVENTION
     )
     return table
 
@@ -295,13 +296,13 @@ def memory_table(found: Candidate) -> Table:
         if num_bytes < 0.002 * total:
             continue
         bar = "#" * round(40 * num_bytes / total)
-        table.add_row(name.replace("_", " "), f"{num_bytes / GIB:.1f} GiB", bar)
+        table.add_row(name.replace("_", " "), size_text(num_bytes), bar)
     if found.exact:
-        tensors = f"{found.exact.peak_bytes / GIB:.1f} GiB"
+        tensors = size_text(found.exact.peak_bytes)
         table.add_row("tensors of these", tensors, "as `stepwell pretrain --check` says on a GPU")
     phase = found.exact.phase if found.exact else found.memory.phase
     where = f" on pipeline rank {found.memory.pp_rank}" if found.layout.pp > 1 else ""
-    table.add_row("peak", f"{total / GIB:.1f} GiB", f"in the {phase} phase{where}")
+    table.add_row("peak", size_text(total), f"in the {phase} phase{where}")
     return table
 
 
@@ -310,22 +311,20 @@ def machine_note(found: Candidate) -> Padding:
 
 
 def traffic_table(found: Candidate) -> Table:
-    table = plain("axis", "over", "calls", "GiB")
+    table = plain("axis", "over", "calls", "sent")
     for row in traffic_json(found):
-        table.add_row(
-            row["axis"], row["link"], f"{row['calls']:,}", f"{row['wire_bytes'] / GIB:,.2f}"
-        )
+        table.add_row(row["axis"], row["link"], f"{row['calls']:,}", size_text(row["wire_bytes"]))
     return table
 
 
 def candidates_table(candidates: Iterable[Candidate], best: Candidate) -> Table:
-    table = plain("s a step", "", "GiB", "MFU", "layout")
+    table = plain("a step", "", "a GPU", "MFU", "layout")
     for c in candidates:
         versus = "" if c is best else change_text(c.step_s, best.step_s)
         table.add_row(
-            f"{c.step_s:.2f}",
+            seconds_text(c.step_s),
             versus,
-            f"{c.peak_bytes / GIB:.1f}",
+            size_text(c.peak_bytes),
             f"{100 * c.step.mfu:.1f} %",
             short(c.layout),
         )
@@ -333,14 +332,14 @@ def candidates_table(candidates: Iterable[Candidate], best: Candidate) -> Table:
 
 
 def pareto_table(answer: Searched) -> Table:
-    table = plain("batch", "tokens/s a GPU", "GiB left", "layout")
+    table = plain("batch", "tokens/s a GPU", "left", "layout")
     rows = list(answer.pareto)
     rows += [other.found[0] for other in answer.batches if other.found]
     for c in sorted(rows, key=lambda c: (c.layout.global_batch_tokens, c.step_s)):
         table.add_row(
-            f"{c.layout.global_batch_tokens / 2**20:g}M",
+            tokens_text(c.layout.global_batch_tokens),
             f"{c.step.tokens_per_s_per_gpu:,.0f}",
-            f"{c.headroom_bytes / GIB:.1f}",
+            size_text(c.headroom_bytes),
             short(c.layout),
         )
     return table
@@ -364,20 +363,20 @@ def knob_lines(
     knobs: Sequence[Knob], gains: Mapping[str, tuple[float, float]]
 ) -> list[RenderableType]:
     """gains: of a measured step, whatever its cause."""
-    table = plain("gain", *(["if measured"] if gains else []), "", "s a step", "GiB", "set")
+    table = plain("gain", *(["if measured"] if gains else []), "", "a step", "a GPU", "set")
     works = [k for k in knobs if k.works and k.gain > 0]
     blocked = [k for k in knobs if not k.works and k.gain > 0.02][:4]
     for knob in works:
         name = knob.name + (f" ({knob.alters})" if knob.alters else "")
         after = knob.changed
         table.add_row(
-            f"{100 * knob.gain:+.1f} %", *range_text(knob, gains), name, f"{knob.step_s:.2f}",
-            f"{after.peak_bytes / GIB:.1f}", knob.setting,
+            f"{100 * knob.gain:+.1f} %", *range_text(knob, gains), name, seconds_text(knob.step_s),
+            size_text(after.peak_bytes), knob.setting,
         )  # fmt: skip
     for knob in blocked:
         after = knob.changed
         why = after.broken or knob.refused.splitlines()[0] if (after.broken or knob.refused) else ""
-        why = why or after.shortage or f"needs {after.peak_bytes / GIB:.1f} GiB"
+        why = why or after.shortage or f"needs {size_text(after.peak_bytes)}"
         gain = f"{100 * knob.gain:+.1f} %", *range_text(knob, gains)
         table.add_row(*gain, knob.name, "-", "-", Text(why, style="dim"))
     if not works and not blocked:
@@ -402,8 +401,8 @@ def together_lines(
     return [
         "",
         f"  One after the other: {names}.",
-        f"  Together {before_s:.2f} -> {last.step_s:.2f} s a step, MFU {mfu[0]:.1f} -> {mfu[1]:.1f}"
-        f" %, {last.changed.peak_bytes / GIB:.1f} GiB.",
+        f"  Together {seconds_text(before_s)} -> {seconds_text(last.step_s)} a step, MFU "
+        f"{mfu[0]:.1f} -> {mfu[1]:.1f} %, {size_text(last.changed.peak_bytes)}.",
     ]
 
 
@@ -467,12 +466,13 @@ def comparison_lines(gap: Gap) -> list[RenderableType]:
 def plain(*columns: str) -> Table:
     table = Table(box=None, show_header=bool(columns), padding=(0, 2, 0, 0), pad_edge=False)
     numeric = {
-        "s a step",
-        "GiB",
+        "a step",
+        "a GPU",
+        "sent",
         "MFU",
         "calls",
         "tokens/s a GPU",
-        "GiB left",
+        "left",
         "time per token",
         "gain",
         "if measured",

@@ -100,10 +100,10 @@ def test_the_volumes_are_those_of_our_own_collectives(stage):
 def test_lines_say_why_and_json_has_the_same():
     table = zero_table(LLAMA_70B, H100, 8)
     text = "\n".join(table.lines())
-    assert "70.6 billion parameters, 1,129 GB" in text
-    assert "DDP holds everything on each GPU, 1,129 GB, on however many" in text
-    assert "ZeRO-2 divides 14 of 16 bytes a parameter, which leaves 264.6 GB" in text
-    assert "are 141 GB: no number of GPUs is enough" in text
+    assert "70.6 billion parameters, 1,051 GiB" in text
+    assert "DDP holds everything on each GPU, 1,051 GiB, on however many" in text
+    assert "ZeRO-2 divides 14 of 16 bytes a parameter, which leaves 246.4 GiB" in text
+    assert "are 131 GiB: no number of GPUs is enough" in text
     assert "from 14 GPUs on the state fits" in text
     assert "gradients of 2 bytes a parameter" in text
     assert f"{100 * SHIPPED.scaleup:.0f} % of the fast links' rate, as in a plan" in text

@@ -21,6 +21,7 @@ from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION
+from stepwell.plan.units import seconds_text, size_text
 
 
 class Figure(NamedTuple):
@@ -120,20 +121,20 @@ def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> d
         "figures": [
             Figure(
                 "memory of a GPU",
-                f"{best.peak_bytes / GIB:.1f} GiB",
-                f"of {has / GIB:.1f}: {'fits' if here else 'does not fit'}",
+                size_text(best.peak_bytes),
+                f"of {has / GIB:.1f} GiB: {'fits' if here else 'does not fit'}",
                 "good" if here else "bad",
             ),
             Figure(
                 "a machine's own memory",
-                f"{host.total / GIB:.1f} GiB",
-                f"of {host.room / GIB:.1f}: {'fits' if host.fits else 'does not fit'}",
+                size_text(host.total),
+                f"of {host.room / GIB:.1f} GiB: {'fits' if host.fits else 'does not fit'}",
                 "good" if host.fits else "bad",
             ),
             Figure(
                 "a step",
-                f"{best.step_s:.2f} s",
-                f"{best.step.exposed_s:.2f} s of it exposed messages",
+                seconds_text(best.step_s),
+                f"{seconds_text(best.step.exposed_s)} of it exposed messages",
             ),
             Figure(
                 "tokens a second",
@@ -155,7 +156,7 @@ def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> d
         "memory": pictures.memory_bars(best),
         "legend": pictures.legend(),
         "waterfall": pictures.waterfall_chart(best),
-        "step": f"{best.step_s:.2f} s",
+        "step": seconds_text(best.step_s),
         "convention": CONVENTION,
         "tables": [table for table in tables if table.rows],
     }
@@ -166,14 +167,14 @@ def _runners_up(answer: Searched) -> Rows:
     rows = [
         (
             short(c.layout),
-            f"{c.step_s:.2f}",
+            seconds_text(c.step_s),
             "" if c is best else change_text(c.step_s, best.step_s),
-            f"{c.peak_bytes / GIB:.1f}",
+            size_text(c.peak_bytes),
             f"{100 * c.step.mfu:.1f} %",
         )
         for c in (best, *answer.explanation.runners_up)
     ]
-    columns = ("layout", "s a step", "against the best", "GiB", "MFU")
+    columns = ("layout", "a step", "against the best", "a GPU", "MFU")
     return Rows("runners-up", "The best of each mesh", columns, rows, columns[1:])
 
 
@@ -182,13 +183,13 @@ def _binding(answer: Searched) -> Rows:
     rows = [
         (
             relief.name,
-            f"{relief.step_s:.2f}",
+            seconds_text(relief.step_s),
             change_text(relief.step_s, best.step_s),
             short(relief.layout) if relief.layout else "",
         )
         for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s)
     ]
-    columns = ("without the cost or limit of", "s a step", "change", "layout")
+    columns = ("without the cost or limit of", "a step", "change", "layout")
     told = links_note(answer.explanation, best)
     return Rows("binding", "What binds", columns, rows, columns[1:3], told)
 
@@ -207,22 +208,22 @@ def _knobs(knobs: Sequence[Knob]) -> Rows:
         (
             f"{100 * knob.gain:+.1f} %",
             knob.name + (f" ({knob.alters})" if knob.alters else ""),
-            f"{knob.changed.peak_bytes / GIB:.1f}",
+            size_text(knob.changed.peak_bytes),
             knob.setting if knob.works else knob.changed.broken or knob.refused or "does not fit",
         )
         for knob in knobs
         if knob.gain > 0
     ]
-    columns = ("gain", "knob", "GiB", "set")
-    return Rows("knobs", "Knobs by predicted gain", columns, rows, ("gain", "GiB"))
+    columns = ("gain", "knob", "a GPU", "set")
+    return Rows("knobs", "Knobs by predicted gain", columns, rows, ("gain", "a GPU"))
 
 
 def _traffic(found: Candidate) -> Rows:
     rows = [
-        (row["axis"], row["link"], f"{row['calls']:,}", f"{row['wire_bytes'] / GIB:,.2f}")
+        (row["axis"], row["link"], f"{row['calls']:,}", size_text(row["wire_bytes"]))
         for row in traffic_json(found)
     ]
-    columns = ("axis", "over", "calls", "GiB")
+    columns = ("axis", "over", "calls", "sent")
     return Rows("traffic", "What a GPU sends in a step", columns, rows, columns[2:])
 
 
@@ -232,12 +233,12 @@ def _frontier(answer: Searched) -> Rows:
         (
             f"{c.layout.global_batch_tokens:,}",
             f"{c.step.tokens_per_s_per_gpu:,.0f}",
-            f"{c.headroom_bytes / GIB:.1f}",
+            size_text(c.headroom_bytes),
             short(c.layout),
         )
         for c in sorted(found, key=lambda c: (c.layout.global_batch_tokens, c.step_s))
     ]
-    columns = ("batch", "tokens/s a GPU", "GiB left", "layout")
+    columns = ("batch", "tokens/s a GPU", "left", "layout")
     return Rows("frontier", "Speed against memory left, and batch", columns, rows, columns[:3])
 
 

@@ -16,6 +16,7 @@ from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.steptime.waterfall import LEAST_SHARE, waterfall
+from stepwell.plan.units import in_gib, size_text
 
 WIDTH = 720
 MOST_STAGES, MOST_COLUMNS = 32, 24
@@ -189,10 +190,10 @@ def memory_bars(found: Candidate) -> str:
         x, y = float(left), (i + (gap > 0 and i >= MOST_ENDS)) * (high + 5)
         parts.append(text(0, y + 13, f"rank {rank}" if layout.pp > 1 else "a GPU"))
         for j, (kind, num_bytes) in enumerate(bar.items()):
-            hint = f"{kind}: {num_bytes / GIB:.1f} GiB"
+            hint = f"{kind}: {size_text(num_bytes)}"
             parts.append(box(x, y, num_bytes * scale, high, f"--s{j}", hint))
             x += num_bytes * scale
-        parts.append(text(x + 4, y + 13, f"{sum(bar.values()) / GIB:.1f}", "small"))
+        parts.append(text(x + 4, y + 13, in_gib(sum(bar.values())), "small"))
     if gap:
         between = f"… ranks {MOST_ENDS} to {MOST_ENDS + gap - 1} are between those above and below"
         parts.append(text(0, MOST_ENDS * (high + 5) + 13, between, "small"))

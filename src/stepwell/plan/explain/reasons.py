@@ -28,6 +28,7 @@ from stepwell.plan.search.runs import (
 from stepwell.plan.search.search import search
 from stepwell.plan.search.space import Pins, Task, default_precision
 from stepwell.plan.steptime.step import StepTime, predict_step
+from stepwell.plan.units import in_gib, seconds_text, size_text
 from stepwell.types import ConfigError
 
 LINKS = {"network": "network_bytes_per_s", "scale-up links": "scaleup_bytes_per_s"}
@@ -239,10 +240,10 @@ def _whole_model(task: Task) -> Reason:
     count = dims.parameters()
     each = state_bytes_per_parameter()
     state, has = each * count, device.memory_bytes
-    whole = f"{state / GIB:,.{0 if state > 10 * GIB else 1}f} GiB"
+    whole = f"{state / GIB:,.0f} GiB" if state > 10 * GIB else size_text(state)
     text = (
         f"{count_text(count)} parameters with AdamW in mixed precision hold {each} bytes each: "
-        f"{whole}, and one {device.name} has {has / GIB:.1f}. "
+        f"{whole}, and one {device.name} has {has / GIB:.1f} GiB. "
     )
     if state < 0.7 * has:
         text += "The model fits on one, so nothing need be divided but the batch."
@@ -437,8 +438,12 @@ def _told(alternative: Alternative, best: Candidate) -> str:
     price = ""
     if alone.step is not None:
         name, more = grown(alone.step, best.step)
-        price = f"{alone.step_s:.2f} s ({change_text(alone.step_s, best.step_s)}"
-        price += f", {part_text(name)} {more:+.2f} s)" if more > 0.002 * best.step_s else ")"
+        price = f"{seconds_text(alone.step_s)} ({change_text(alone.step_s, best.step_s)}"
+        price += (
+            f", {part_text(name)} {seconds_text(more, sign=True)})"
+            if more > 0.002 * best.step_s
+            else ")"
+        )
     how = f" (with {' and '.join(alone.also)})" if alone.also else " alone"
     if alone.broken:
         text = f"{label}: {alone.broken.removeprefix(label + ' ')}"
@@ -447,17 +452,19 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         text = f"{label}{how} does not fit: {alone.shortage}."
     elif not alone.fits:
         margin = ", which leaves less than the margin" if alone.peak_bytes <= has else ""
-        text = f"{label}{how} needs {alone.peak_bytes / GIB:.1f} GiB of {has / GIB:.1f}{margin}."
+        text = f"{label}{how} needs {size_text(alone.peak_bytes)} of {has / GIB:.1f} GiB{margin}."
     else:
         text = f"{label}{how} takes {price}"
         if alone.step_s < best.step_s:  # of what is not taken for its speed alone
-            text += f" and holds {alone.peak_bytes / GIB:.1f} GiB"
-            text += f" ({(alone.peak_bytes - best.peak_bytes) / GIB:+.1f})"
+            text += f" and holds {size_text(alone.peak_bytes)}"
+            more_bytes = alone.peak_bytes - best.peak_bytes
+            text += f" ({'+' if more_bytes >= 0 else ''}{in_gib(more_bytes)})"
         text += "."
     if alternative.best is not None and alternative.best.layout != alone.layout:
         other = alternative.best
         versus = change_text(other.step_s, best.step_s)
-        text += f" The best with it takes {other.step_s:.2f} s ({versus}): {short(other.layout)}."
+        text += f" The best with it takes {seconds_text(other.step_s)} ({versus}): "
+        text += f"{short(other.layout)}."
     elif alternative.searched and alternative.best is None and not (alone.broken or alone.fits):
         text += f" No layout with it that fits takes less than {WORTH_TELLING:g} times as long."
     return text
@@ -514,9 +521,9 @@ def links_note(found: Explanation, best: Candidate) -> str:
     if saved[MESSAGES] < 0.01 * best.step_s or max(each.values()) > 0.5 * saved[MESSAGES]:
         return ""
     return (
-        f"Messages cost {saved[MESSAGES]:.2f} s, but no link alone binds: a ring through several "
-        "machines goes at the rate of the slower of both links, so with one of them faster the "
-        "other bounds it; and each message still waits for those before it."
+        f"Messages cost {seconds_text(saved[MESSAGES])}, but no link alone binds: a ring through "
+        "several machines goes at the rate of the slower of both links, so with one of them faster "
+        "the other bounds it; and each message still waits for those before it."
     )
 
 

@@ -15,6 +15,7 @@ from stepwell.parallel.lever_rules import host_bytes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.memory.models import ModelBytes, critic_of, predict_models
+from stepwell.plan.units import in_gib
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -79,9 +80,9 @@ class HostMemory:
 
     @property
     def text(self) -> str:
-        has = f"{self.room / GIB:,.1f}" + ("" if self.known else " that are usual")
-        items = ", ".join(f"{key} {n / GIB:,.1f}" for key, n in self.items.items())
-        return f"{self.total / GIB:,.1f} of {has} GiB ({items})"
+        has = f"{self.room / GIB:,.1f} GiB{'' if self.known else ' as is usual'}"
+        items = ", ".join(f"{key} {in_gib(n)}" for key, n in self.items.items())
+        return f"{in_gib(self.total)} of {has} ({items})"
 
     def as_json(self) -> dict[str, Any]:
         return {

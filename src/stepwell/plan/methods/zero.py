@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from stepwell.plan.cluster import GB, Cluster
+from stepwell.hardware import GIB
+from stepwell.plan.cluster import Cluster
 from stepwell.plan.job import Dims
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
 from stepwell.plan.steptime.coefficients import SHIPPED
@@ -68,8 +69,8 @@ class ZeroTable:
     def lines(self) -> list[str]:
         head = (
             f"{self.name}: {self.parameters / 1e9:.1f} billion parameters, "
-            f"{16 * self.parameters / GB:,.0f} GB of weights, gradients and optimiser state, on "
-            f"{self.num_gpus} x {self.gpu} ({self.gpu_bytes / GB:.0f} GB each)"
+            f"{16 * self.parameters / GIB:,.0f} GiB of weights, gradients and optimiser state, on "
+            f"{self.num_gpus} x {self.gpu} ({self.gpu_bytes / GIB:.1f} GiB each)"
         )
         table: list[tuple[str, ...]] = [
             (
@@ -77,7 +78,7 @@ class ZeroTable:
                 "weights",
                 "gradients",
                 "optimiser",
-                "GB a GPU",
+                "GiB a GPU",
                 "fits",
                 "sent",
                 "in machine",
@@ -88,10 +89,10 @@ class ZeroTable:
             table.append(
                 (
                     row.name,
-                    *(f"{n / GB:,.1f}" for n in (row.weights, row.gradients, row.optimizer)),
-                    f"{row.total / GB:,.1f}",
+                    *(f"{n / GIB:,.1f}" for n in (row.weights, row.gradients, row.optimizer)),
+                    f"{row.total / GIB:,.1f}",
                     "yes" if row.fits else "no",
-                    f"{row.sent_bytes / GB:,.0f} GB",
+                    f"{row.sent_bytes / GIB:,.0f} GiB",
                     f"{row.scaleup_s:.2f} s",
                     *([] if row.network_s is None else [f"{row.network_s:.2f} s"]),
                 )
@@ -124,23 +125,24 @@ class ZeroTable:
     def _reason(self, row: ZeroRow) -> str:
         fixed, divided = _parts(row.stage)
         if row.fits:
-            said = f"{row.name} leaves {row.room / GB:.1f} GB for activations"
+            said = f"{row.name} leaves {row.room / GIB:.1f} GiB for activations"
             if row.stage < 3:
                 return said + "."
             more = zero_volume_in_parameters(3) / zero_volume_in_parameters(2)
             return f"{said}, and sends {more:g} times as much."
         if not divided:
-            held = f"{row.total / GB:,.0f} GB"
+            held = f"{row.total / GIB:,.0f} GiB"
             return f"{row.name} holds everything on each GPU, {held}, on however many."
         said = (
             f"{row.name} divides {divided} of 16 bytes a parameter, which leaves "
-            f"{row.total / GB:,.1f} GB"
+            f"{row.total / GIB:,.1f} GiB"
         )
         if row.fewest_gpus is None:
-            held = (
-                f"the {fixed} bytes that it does not divide are {fixed * self.parameters / GB:,.0f}"
+            held = f"{fixed * self.parameters / GIB:,.0f} GiB"
+            return (
+                f"{said}; the {fixed} bytes that it does not divide are {held}: no number of GPUs "
+                "is enough."
             )
-            return f"{said}; {held} GB: no number of GPUs is enough."
         return f"{said}; from {row.fewest_gpus} GPUs on the state fits."
 
     def as_json(self) -> dict[str, Any]:

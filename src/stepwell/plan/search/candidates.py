@@ -13,6 +13,7 @@ from stepwell.plan.search.checks import pins_text
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import REASONS, Refused, Task
 from stepwell.plan.steptime.step import StepTime
+from stepwell.plan.units import size_text
 from stepwell.types import ConfigError
 
 
@@ -115,8 +116,8 @@ def nothing_fits(ranking: Ranking) -> str:
             return f"{what}fits{held}: {lean}"
         return f"{what}runs{held}: {rules_text(ranking)}"
     has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
-    said = f"the leanest, {short(closest.layout)}, needs {needs / 2**30:.1f} GiB"
-    said += f" of {has / 2**30:.1f} on each{held}"
+    said = f"the leanest, {short(closest.layout)}, needs {size_text(needs)}"
+    said += f" of {has / 2**30:.1f} GiB on each{held}"
     if needs + pins.headroom_bytes > has >= needs:
         said += f", and {pins.headroom_bytes / 2**30:g} must stay free"
     if pins.offload is None:
