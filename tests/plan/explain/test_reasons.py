@@ -16,7 +16,7 @@ from stepwell.plan.explain.answer import (
     training,
 )
 from stepwell.plan.explain.change import changed, refilled
-from stepwell.plan.explain.knobs import knobs, together
+from stepwell.plan.explain.knobs import knobs, refusal, together
 from stepwell.plan.explain.reasons import (
     MESSAGES,
     PARTS,
@@ -281,6 +281,19 @@ def test_knobs_say_what_to_set_and_what_it_gains(review):
     names = {knob.name for knob in review.knobs if knob.works and knob.gain > 0}
     assert any("micro-batch" in name or "ZeRO" in name for name in names)
     assert any("8 bits" in knob.alters for knob in review.knobs)
+
+
+def test_a_knob_that_only_seems_to_fit_is_refused_by_the_engines_own_ledger(answer):
+    layout = answer.best.layout
+    peak = Prices(EIGHT.dims, H100, EIGHT.config).as_run(layout).peak_bytes
+    for has, said in ((peak, ""), (peak - 1, "GiB by the engine's own ledger")):
+        small = replace(H100, accelerator=replace(H100.accelerator, memory_bytes=has))
+        found = refusal(Prices(EIGHT.dims, small, EIGHT.config), layout, EIGHT.config)
+        assert found.endswith(said)
+        assert bool(found) == bool(said)
+        # Of a recipe with another optimiser the layout alone does not say what is held.
+        other = layout.having(optimizer="adamw8bit")
+        assert refusal(Prices(EIGHT.dims, small, EIGHT.config), other, EIGHT.config) == ""
 
 
 def test_knobs_one_after_the_other_never_lose(review):

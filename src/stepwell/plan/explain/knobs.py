@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stepwell.parallel.rules import check_run
+from stepwell.hardware import GIB
 from stepwell.plan.explain.change import Changed, changed, grown
-from stepwell.plan.job import Arrangement
-from stepwell.plan.search.prices import Prices
-from stepwell.plan.search.runs import run_of, settings_text
+from stepwell.plan.job import Arrangement, job_of
+from stepwell.plan.search.prices import Prices, as_run, checked_run
+from stepwell.plan.search.runs import settings_text
 from stepwell.plan.search.space import RECOMPUTE, Task
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -62,21 +62,29 @@ def knobs(
         gain = 1 - step_s / after.layout.global_batch_tokens / per_token
         if abs(gain) < LEAST_GAIN:
             continue
-        refused = _refusal(after.layout, config) if after.works and gain > 0 else ""
+        refused = refusal(prices, after.layout, config) if after.works and gain > 0 else ""
         part, seconds = grown(before, after.step)
         setting = settings_text(layout, after.layout)
         found.append(Knob(name, setting, gain, after, step_s, refused, alters, (part, seconds)))
     return sorted(found, key=lambda knob: -knob.gain)
 
 
-def _refusal(layout: Arrangement, config: ModelConfig | None) -> str:
+def refusal(prices: Prices, layout: Arrangement, config: ModelConfig | None) -> str:
+    """What the engine's rules have against the layout, or its exact ledger, where the layout is all
+    that memory depends on (a recipe may have another optimiser)."""
     if config is None:
         return ""
     try:
-        check_run(run_of(config, layout), layout.num_gpus)
+        run = checked_run(config, layout)
     except ConfigError as error:
         return str(error)
-    return ""
+    if job_of(run, layout.num_gpus, prices.cluster).layout != layout:
+        return ""
+    exact = as_run(prices.candidate(layout), config)
+    if exact.headroom_bytes >= 0:
+        return ""
+    has = prices.cluster.accelerator.memory_bytes
+    return f"needs {exact.peak_bytes / GIB:.1f} of {has / GIB:.1f} GiB by the engine's own ledger"
 
 
 def _turns(task: Task, now: Arrangement) -> Iterator[tuple[str, dict[str, Any], str]]:
