@@ -180,6 +180,8 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
     """Host memory of one rank by key of `offload`: weights, two moments and gradients or copies of
     this rank's share; what the blocks of one micro-batch save (a pipeline has several at once)."""
     found = {}
+    if not (run.offload.optimizer or run.offload.parameters or run.offload.activations):
+        return found
     sharded = sizes.dp_shard * sizes.cp if run.layout.zero else 1
     ranks = sizes.pp * sharded * sizes.tp
     trained = sum(prod(s) for s in trained_shapes(run.model, run.lora, strict=False).values())

@@ -327,7 +327,7 @@ def _offloads(now: Arrangement) -> _Question:
     lead = "To the hosts goes only what must, or is asked for (--offload optimizer)."
     value = f"offload {', '.join(has)}" if has else "no offload"
     keep = {f"offload_{kind}": False for kind in ("optimizer", "parameters", "activations")}
-    others = [("no offload", keep, {"offload": ()})] if has else []
+    others: list[_Other] = [("no offload", keep, {"offload": ()})] if has else []
     if not has:
         others.append(("offload optimizer", {"offload_optimizer": True}, one))
     return _Question("offload", "What goes to the host?", value, tuple(others), lead)

@@ -7,6 +7,7 @@ left among n ranks into pieces of ceil(rows / n), and allocates that much on eve
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.lever_rules import QUANTISED_BLOCK, is_quantised
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import num_stages, split_blocks, stages_of_rank
+from stepwell.sections.model import ModelConfig
 
 
 class Part(NamedTuple):
@@ -51,9 +53,14 @@ def num_shards(run: Run, sizes: AxisSizes) -> int:
 
 
 def held_by_block(run: Run, sizes: AxisSizes) -> Held:
-    shapes = parameter_shapes(run.model)
-    block = {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
-    return held(run, sizes, block)
+    first = _first_block(run.model)  # pyright: ignore[reportArgumentType] (frozen: hashable)
+    return held(run, sizes, first)
+
+
+@lru_cache(maxsize=16)
+def _first_block(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = parameter_shapes(model)
+    return {name: shape for name, shape in shapes.items() if name.startswith("blocks.0.")}
 
 
 def held_by_root(run: Run, sizes: AxisSizes, parts: Iterable[Part]) -> Held:

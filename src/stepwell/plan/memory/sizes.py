@@ -184,6 +184,8 @@ def _cast_elements(run: Run, axes: AxisSizes) -> int:
 def _quantising(run: Run, N: int, w: int, tp: int, kinds: Collection[str]) -> int:
     """The most that quantisation of an operand holds: the operand widened, scaled and clamped (in
     compiled code in one go, and its values in 8 bits and, without a scaled kernel, back again)."""
+    if not kinds:
+        return 0
     rowwise, largest = run.precision.fp8.recipe == "rowwise", 0
     for name, shape in block_linears(run.model).items():
         if name.startswith("blocks.0.") and name.rsplit(".", 1)[-1] in kinds:

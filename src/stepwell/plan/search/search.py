@@ -245,10 +245,14 @@ def families(opened: _Open) -> Iterator[list[Family]]:
     for mesh in meshes(task, opened.refused_meshes):
         opened.num_meshes += 1
         for schedule, v in schedules(task, mesh, refused):
-            levels = [(*level, kind) for kind in kinds for level in recomputations(task, schedule)]
+            levels = recomputations(task, schedule)
             for micro in micro_batches(task, mesh):
-                alike = [Family(mesh, schedule, v, micro, *level) for level in levels]
-                number = opened.count(alike[0]) * len(levels) if alike else 0
+                alike = [
+                    Family(mesh, schedule, v, micro, mode, every, kind)
+                    for kind in kinds
+                    for mode, every in levels
+                ]
+                number = opened.count(alike[0]) * len(alike) if alike else 0
                 opened.num_layouts += number
                 if wrong := micro_batch_problem(task, mesh, micro, schedule, v):
                     refused[wrong] += number

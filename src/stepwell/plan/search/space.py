@@ -34,7 +34,7 @@ RECOMPUTE: tuple[Level, ...] = (
 )
 # Of these each holds less than those before it, and takes longer. "selective" is only known to hold
 # more than "full", and to take less: what products write may be more than all that is kept.
-WHOLE_BLOCKS = tuple(level for level in RECOMPUTE if level[0] != "selective")
+WHOLE_BLOCKS: tuple[Level, ...] = tuple(level for level in RECOMPUTE if level[0] != "selective")
 # Fewer tokens of a row on a rank than this leave its products too small to be worth it.
 FEWEST_CONTEXT_TOKENS = 1024
 MOST_MICRO_BATCH_TOKENS = 1 << 17
@@ -295,7 +295,7 @@ def lighter(level: Level) -> list[Level]:
     if level[0] == "selective":
         return [WHOLE_BLOCKS[0]]
     place = WHOLE_BLOCKS.index(level) if level in WHOLE_BLOCKS else 0
-    found = list(WHOLE_BLOCKS[place - 1 : place] if place else ())
+    found: list[Level] = [*WHOLE_BLOCKS[place - 1 : place]] if place else []
     return [*found, ("selective", 2)] if level == WHOLE_BLOCKS[-1] else found
 
 
