@@ -176,7 +176,7 @@ QUESTIONS = {"validate", "zero-table", "method"}
         (["recipe"], METHOD_ONLY | TASK | {"top", "zero-table", "method"}),
         (
             ["--zero-table"],
-            METHOD_ONLY | TASK | LAYOUT | OUTPUT | {"measured", "dry-run", "method"},
+            METHOD_ONLY | TASK - {"seq-len"} | LAYOUT | OUTPUT | {"measured", "dry-run", "method"},
         ),
         (["--method", "ppo"], BESIDE_A_METHOD | TASK),
         (["--method", "qlora"], BESIDE_A_METHOD | METHOD_ONLY - {"lora-rank"}),

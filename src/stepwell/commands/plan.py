@@ -376,7 +376,8 @@ def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
 def _zero_table(asked: Asked, subject: Subject) -> int:
     from stepwell.plan.methods.zero import zero_table
 
-    table = zero_table(subject.dims, cluster_of(asked), asked.get("gpus", 8))
+    seq_len = asked.get("seq-len", USUAL_SEQ_LEN)
+    table = zero_table(subject.dims, cluster_of(asked), asked.get("gpus", 8), seq_len=seq_len)
     _print(asked, table, subject.assumed)
     return 0 if any(row.fits for row in table.rows) else 1
 

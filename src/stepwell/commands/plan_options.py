@@ -160,7 +160,7 @@ def _question(asked: Asked) -> tuple[str, Collection[str]]:
         others = ("model", *MACHINES, "measured", "dry-run", "quick", "json", "html", "write")
         return "with a recipe", (*others, *pins)
     if "zero-table" in asked.given:
-        return "with --zero-table", ("zero-table", *OF_A_MODEL)
+        return "with --zero-table", ("zero-table", "seq-len", *OF_A_MODEL)
     if method != "pretrain":
         work = OF_SAMPLING if method in SAMPLED else OF_ROWS
         output = ("html", "write", "dry-run")

@@ -7,9 +7,11 @@ import pytest
 from stepwell.hardware import GIB
 from stepwell.plan.cluster import cluster
 from stepwell.plan.comms.collectives import collectives
+from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job, dims_of
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter
 from stepwell.plan.methods.zero import fewest_gpus, zero_table
+from stepwell.plan.search.space import CHUNK_TOKENS
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError
@@ -95,6 +97,22 @@ def test_the_volumes_are_those_of_our_own_collectives(stage):
     wanted = zero_table(LLAMA_70B, H100, 8).rows[stage].sent_bytes
     # stage 3 keeps the embedding and the head after the forward pass
     assert found == pytest.approx(wanted, rel=0.02)
+
+
+def test_activations_are_told_to_fit_or_not():
+    """By what a plan of the same layout says of a GPU, on both sides of what it has."""
+    small = dims_of(PRESETS["llama3-8b"], "llama3-8b")
+    for seq_len, fits in ((4096, True), (65536, False)):
+        table = zero_table(small, H100, 64, seq_len=seq_len)
+        layout = Arrangement(seq_len, 1, 64, dp_shard=64, zero=3, recompute="none",
+                             loss_chunk_tokens=CHUNK_TOKENS)  # fmt: skip
+        needs = table.rows[3].planned["none"]
+        assert needs == footprint(Job(small, layout, H100)).total
+        assert (needs <= table.gpu_bytes) == fits
+        said = f"{needs / GIB:,.1f} GiB with recompute none ({'fits' if fits else 'does not fit'})"
+        assert said in table.reasons()[3]
+        assert f"a row of {seq_len:,} tokens" in table.reasons()[3]
+        assert table.rows[3].planned["full"] < needs
 
 
 def test_lines_say_why_and_json_has_the_same():

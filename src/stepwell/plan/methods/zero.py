@@ -7,16 +7,20 @@ and 2 of gradient a parameter, 12 of float32 master and two moments. P parameter
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
 from stepwell.hardware import GIB
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.job import Dims
+from stepwell.plan.footprint.coefficients import SHIPPED as MEMORY
+from stepwell.plan.footprint.footprint import footprint
+from stepwell.plan.job import Arrangement, Dims, Job, Recompute
 from stepwell.plan.memory.ledger import zero_bytes_per_parameter, zero_volume_in_parameters
+from stepwell.plan.search.space import CHUNK_TOKENS
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.flows import ring_rate
+from stepwell.plan.units import size_text
 from stepwell.types import ConfigError
 
 STAGES = (0, 1, 2, 3)
@@ -30,7 +34,8 @@ class ZeroRow:
     sent_bytes: of a GPU and step of one micro-batch, with gradients in bf16. *_s: what that takes
     on the fast links of a machine, and between machines, whose network cards share it (None where
     all GPUs are within the fast links' reach).
-    fewest_gpus: from which number on the state fits, None: from none."""
+    fewest_gpus: from which number on the state fits, None: from none. planned: what a plan of our
+    engine says of a GPU, state and all, with a row at a time, by what is computed again."""
 
     name: str
     stage: int
@@ -42,6 +47,7 @@ class ZeroRow:
     scaleup_s: float
     network_s: float | None
     fewest_gpus: int | None
+    planned: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -62,6 +68,7 @@ class ZeroTable:
     num_gpus: int
     gpu: str
     gpu_bytes: int
+    seq_len: int
     links: str
     efficiency: tuple[float, float]
     rows: tuple[ZeroRow, ...]
@@ -79,7 +86,7 @@ class ZeroTable:
                 "gradients",
                 "optimiser",
                 "GiB a GPU",
-                "fits",
+                "state fits",
                 "sent",
                 "in machine",
                 *(["between"] if self.links == "network" else []),
@@ -126,10 +133,10 @@ class ZeroTable:
         fixed, divided = _parts(row.stage)
         if row.fits:
             said = f"{row.name} leaves {row.room / GIB:.1f} GiB for activations"
-            if row.stage < 3:
-                return said + "."
-            more = zero_volume_in_parameters(3) / zero_volume_in_parameters(2)
-            return f"{said}, and sends {more:g} times as much."
+            if row.stage == 3:
+                more = zero_volume_in_parameters(3) / zero_volume_in_parameters(2)
+                said += f", and sends {more:g} times as much"
+            return f"{said}. {self._planned(row)}"
         if not divided:
             held = f"{row.total / GIB:,.0f} GiB"
             return f"{row.name} holds everything on each GPU, {held}, on however many."
@@ -145,6 +152,17 @@ class ZeroTable:
             )
         return f"{said}; from {row.fewest_gpus} GPUs on the state fits."
 
+    def _planned(self, row: ZeroRow) -> str:
+        verdicts = [
+            f"{size_text(needs)} with recompute {mode} "
+            f"({'fits' if needs <= (1 - MEMORY.margin) * self.gpu_bytes else 'does not fit'})"
+            for mode, needs in row.planned.items()
+        ]
+        return (
+            f"A plan, with gradients in 4 bytes and a row of {self.seq_len:,} tokens at a time, "
+            f"has {' and '.join(verdicts)}."
+        )
+
     def as_json(self) -> dict[str, Any]:
         rows = [{**asdict(row), "total": row.total, "fits": row.fits} for row in self.rows]
         return {**asdict(self), "rows": rows, "reasons": self.reasons()}
@@ -155,10 +173,11 @@ def zero_table(
     cluster: Cluster,
     num_gpus: int,
     efficiency: tuple[float, float] = (SHIPPED.scaleup, SHIPPED.network),
+    seq_len: int = 8192,
 ) -> ZeroTable:
-    """The state alone; activations come on top. Times are at `efficiency` times the rates of the
-    fast links and of the network, with nothing hidden behind computation. Raises ConfigError for
-    less than one GPU."""
+    """The state alone; activations come on top (`planned`: of rows of seq_len tokens). Times are at
+    `efficiency` times the rates of the fast links and of the network, with nothing hidden behind
+    computation. Raises ConfigError for less than one GPU."""
     if num_gpus < 1:
         raise ConfigError(f"num_gpus={num_gpus} must be at least 1")
     P, room = dims.parameters(), cluster.accelerator.memory_bytes
@@ -182,6 +201,7 @@ def zero_table(
                 scaleup_s=sent / fast,
                 network_s=sent / far if spans else None,
                 fewest_gpus=fewest_gpus(stage, P, room),
+                planned=_planned(dims, cluster, num_gpus, stage, seq_len),
             )
         )
     return ZeroTable(
@@ -190,10 +210,30 @@ def zero_table(
         num_gpus=num_gpus,
         gpu=cluster.accelerator.name,
         gpu_bytes=room,
+        seq_len=seq_len,
         links="network" if spans else "scaleup",
         efficiency=efficiency,
         rows=tuple(rows),
     )
+
+
+def _planned(
+    dims: Dims, cluster: Cluster, num_gpus: int, stage: int, seq_len: int
+) -> dict[str, float]:
+    """Bytes that a GPU must have for a step of one row a GPU."""
+    layout = Arrangement(
+        seq_len=seq_len,
+        micro_batch_rows=1,
+        global_batch_rows=num_gpus,
+        dp_shard=num_gpus,
+        zero=stage,
+        reshard="always" if stage == 3 else "never",
+        reduce_every_micro_batch=stage >= 2,
+        loss_chunk_tokens=CHUNK_TOKENS,
+    )
+    modes: tuple[Recompute, ...] = ("full", "none")
+    jobs = {mode: Job(dims, replace(layout, recompute=mode), cluster) for mode in modes}
+    return {mode: footprint(job).total for mode, job in jobs.items()}
 
 
 def _ring(cluster: Cluster, efficiency: tuple[float, float]) -> float:
