@@ -23,6 +23,7 @@ from stepwell.plan.methods.evaluated import evaluate, placed_models
 from stepwell.plan.methods.methods import MethodPlan, plan_method
 from stepwell.plan.methods.placements import (
     METHODS,
+    OTHER_TRAINING,
     asked_of,
     changes,
     distance,
@@ -117,19 +118,18 @@ def test_what_every_gpu_has_whole_is_not_told_as_bytes_a_parameter(ppo_70b):
     assert "each of which has the reward model whole" in "\n".join(ppo_70b.lines())
 
 
-def test_the_text_says_of_what_and_why():
+def test_the_text_says_of_what_and_why(ppo_70b):
     found = plan("dpo", "llama3-70b", 8)
     told = "\n".join(found.lines())
     assert "a step's work: pairs of answers in 64 rows of 2,048 tokens" in told
     assert "84.9 GB (79.1 GiB; 1 GB is 10^9 bytes), 84.1 of them usable" in told
     assert found.asked.settings["layout.tp"] == 8
     assert "TP 8 comes nearest: at TP 1 training needs" in told
-    assert found.nearest is not None
-    assert "TP 8 because at TP 1 training needs" in found.nearest.why_tp
+    assert ppo_70b.elsewhere is not None
+    assert "TP 2 because at TP 1 training needs" in ppo_70b.elsewhere.why_tp
     at_one = plan("dpo", "llama3-70b", 8, pins=Pins(tp=1)).asked
     assert at_one.why_tp == ""
     assert f"needs {at_one.peak / 1e9:,.1f} GB" in told
-    # Where the optimiser steps on the host, what is left on the GPU is not called its master.
     assert "float32 weights 35.3" in told
     assert "master 35.3" not in told
     work = Workload(prompts=7, group_size=4, prompt_tokens=100, answer_tokens=200, updates=2)
@@ -157,14 +157,40 @@ def test_both_sides_of_what_is_held_fixed():
         plan("qlora", "llama3-8b", 8, pins=Pins(tp=2))
 
 
+@pytest.mark.parametrize("method", ["dpo", "lora"])
+def test_the_rows_of_a_micro_batch_are_the_fastest_that_fit(method):
+    """Before anything is said of another training."""
+    free = plan(method, "llama3-8b", 8)
+    assert free.asked.job.layout.micro_batch_rows > 1
+    for rows in (1, 2, 4, 8):
+        held = plan(method, "llama3-8b", 8, pins=Pins(micro_batch_rows=rows)).asked
+        assert not held.fits or held.step_s > 0.98 * free.asked.step_s
+    told = "\n".join(free.lines())
+    if "another training" in told:
+        assert told.index("another training") > told.index("and are faster")
+    assert [one.trains_the_same for one in free.others] == sorted(
+        (one.trains_the_same for one in free.others), reverse=True
+    )
+
+
+def test_a_frozen_base_is_divided_only_where_it_must_be():
+    """16 GB of bf16 on every GPU, and nothing to gather; 141 GB are too much."""
+    small, large = plan("lora", "llama3-8b", 8).asked, plan("lora", "llama3-70b", 8).asked
+    assert (small.job.layout.dp_replicate, small.job.layout.dp_shard) == (8, 1)
+    assert small.settings["layout.dp_replicate"] == 8
+    assert small.models["policy"].total > 16e9
+    assert large.fits
+    assert large.job.layout.dp_shard * large.job.layout.tp > 1
+    assert plan("dpo", "llama3-8b", 8).asked.job.layout.dp_replicate == 1
+
+
 def test_dpo_of_70b_needs_more_gpus_or_the_host():
     found = plan("dpo", "llama3-70b", 8)
     assert not found.fits
     assert found.nearest is not None
     assert found.nearest.fits
-    assert found.nearest.placement.reference == "cached"
-    assert found.nearest.placement.offload != "none"
-    # The optimiser's, a checkpoint on its way, eight processes.
+    assert found.nearest.placement.offload == "parameters"
+    # What is trained, a checkpoint on its way, eight processes.
     expected = (16 + 12) * 70.55e9 + 8 * 2.3 * GIB
     assert found.nearest.host_of_machine == pytest.approx(expected, rel=0.001)
     fewest = found.fewest_gpus
@@ -260,7 +286,9 @@ def test_distances_are_those_of_what_changes():
     assert first == asked
     assert distance(asked, asked) == 0
     other = replace(asked, adapters="lora", reference="adapter-off")
-    assert distance(asked, other) == 4
+    assert distance(asked, other) == OTHER_TRAINING
+    same = [p for p in variants("ppo", asked) if p.adapters == "none"]
+    assert max(distance(asked, p) for p in same) < OTHER_TRAINING
     assert changes(asked, other) == (
         "only adapters are trained",
         "the reference is the policy without its adapters",

@@ -7,14 +7,21 @@ Bytes of models are `plan/memory/models`, of the training step `plan/footprint`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from stepwell.plan.footprint.coefficients import SHIPPED
-from stepwell.plan.job import Job, dims_of
+from stepwell.plan.job import Arrangement, Job, dims_of
 from stepwell.plan.memory.models import ModelBytes
-from stepwell.plan.methods.placements import Placement, changes, distance, settings_of
+from stepwell.plan.methods.placements import (
+    OTHER_TRAINING,
+    Placement,
+    changes,
+    distance,
+    settings_of,
+)
 from stepwell.plan.methods.rollouts import (
     Sampling,
     fewest_scoring_gpus,
@@ -26,6 +33,7 @@ from stepwell.plan.methods.rollouts import (
 from stepwell.plan.methods.training import (
     Question,
     Training,
+    exactly,
     gathered_of,
     largest_part,
     times_of,
@@ -38,6 +46,8 @@ NO_COPY = (
     "server, would have to do without"
 )
 
+OPEN = 0.9  # of what the closed form says; the exact ledger is within that
+NUM_LEAST = 3  # of the leanest, by the closed form, that the exact ledger is asked about
 
 # What a GPU holds beside models.
 COPY, CACHE = "the sampler's copy", "keys and values"
@@ -100,11 +110,24 @@ class Evaluated:
         return self.peak <= self.limit and host
 
     @property
+    def trains_the_same(self) -> bool:
+        return self.distance < OTHER_TRAINING
+
+    @property
     def step_s(self) -> float:
         return sum(self.times.values())
 
     def as_json(self) -> dict[str, Any]:
-        read = ("peak", "phase", "phases", "fits", "step_s", "layout", "trainers")
+        read = (
+            "peak",
+            "phase",
+            "phases",
+            "fits",
+            "step_s",
+            "layout",
+            "trainers",
+            "trains_the_same",
+        )
         return {
             **{name: value for name, value in asdict(self).items() if name != "job"},
             **{name: getattr(self, name) for name in read},
@@ -125,24 +148,67 @@ def evaluate(
         return None
     best: Evaluated | None = None
     for copies in (True, False) if placement.sampler == "server" else (True,):
-        found = [
-            placed(question, asked, placement, num_gpus, servers, training, copies)
-            for training in choices
-        ]
-        fitting = [one for one in found if one.fits]
-        if fitting:
-            return _with_reason(min(fitting, key=lambda one: one.step_s), found)
-        best = best or _with_reason(min(found, key=lambda one: one.peak), found)
+        at = partial(placed, question, asked, placement, num_gpus, servers, copies=copies)
+        found = _fastest(question, choices, at, placement == asked)
+        if found.fits:
+            return found
+        best = best or found
     return best
 
 
-def _with_reason(chosen: Evaluated, others: Sequence[Evaluated]) -> Evaluated:
-    """With why its tensor ranks are better than none, if there was a choice."""
-    tp = chosen.settings["layout.tp"]
-    alone = [one for one in others if one.settings["layout.tp"] == 1]
-    if tp == 1 or not alone:
+def _fastest(
+    question: Question,
+    choices: Sequence[Training],
+    at: Callable[[Training], Evaluated],
+    told: bool,
+) -> Evaluated:
+    """The fastest that fits, else what comes nearest, and why its tensor ranks. The exact ledger is
+    only asked where the closed form leaves it open. told: also if it does not fit."""
+    roughly = {id(training): at(training) for training in choices}
+    fastest = sorted(choices, key=lambda training: roughly[id(training)].step_s)
+    chosen = _first(question, fastest, roughly, at)
+    if chosen is None and not told:
+        return min(roughly.values(), key=lambda one: one.peak)
+    chosen = chosen or _least(question, choices, roughly, at)
+    if chosen.job.layout.tp == 1:
         return chosen
-    other = min(alone, key=lambda one: (not one.fits, one.step_s if one.fits else one.peak))
+    alone = [training for training in fastest if training.layout.tp == 1]
+    if not alone:
+        return chosen
+    other = _first(question, alone, roughly, at) or _least(question, alone, roughly, at)
+    return _with_reason(chosen, other)
+
+
+def _first(
+    question: Question,
+    choices: Sequence[Training],
+    roughly: Mapping[int, Evaluated],
+    at: Callable[[Training], Evaluated],
+) -> Evaluated | None:
+    """Of choices, the first that fits."""
+    for training in choices:
+        if OPEN * roughly[id(training)].peak > roughly[id(training)].limit:
+            continue
+        found = at(exactly(question, training))
+        if found.fits:
+            return found
+    return None
+
+
+def _least(
+    question: Question,
+    choices: Sequence[Training],
+    roughly: Mapping[int, Evaluated],
+    at: Callable[[Training], Evaluated],
+) -> Evaluated:
+    """Of choices, the one that needs the least."""
+    least = sorted(choices, key=lambda training: roughly[id(training)].peak)[:NUM_LEAST]
+    return min((at(exactly(question, one)) for one in least), key=lambda one: one.peak)
+
+
+def _with_reason(chosen: Evaluated, other: Evaluated) -> Evaluated:
+    """other: the best without tensor ranks."""
+    tp = chosen.job.layout.tp
     if other.fits:
         why = f"is faster than TP 1, {other.step_s:,.1f} s"
     elif other.peak > other.limit:
@@ -195,8 +261,7 @@ def placed(
         times=times_of(question, placement, training, sampling),
         settings={
             **settings_of(question.method, placement, question.lora_rank),
-            "layout.tp": training.layout.tp,
-            "remat.mode": training.layout.recompute,
+            **_of_layout(training.layout),
         },
         changes=changes(asked, placement),
         distance=distance(asked, placement),
@@ -204,6 +269,16 @@ def placed(
         gpu=device.name,
         served_reward=training.models["reward"].total if "reward" in servers else 0.0,
     )
+
+
+def _of_layout(layout: Arrangement) -> dict[str, str | int]:
+    found: dict[str, str | int] = {"layout.tp": layout.tp, "remat.mode": layout.recompute}
+    if layout.dp_replicate > 1:
+        found |= {
+            "layout.dp_replicate": layout.dp_replicate,
+            "layout.dp_shard": layout.dp_shard,
+        }
+    return {**found, "train.micro_batch_rows": layout.micro_batch_rows}
 
 
 def _parts(
@@ -236,6 +311,14 @@ def _parts(
     return parts
 
 
+def _host(training: Training, placement: Placement) -> int:
+    """Of a machine, for what trains; a critic of its own has as much again, but for parameters,
+    which `models` has."""
+    both = ("checkpoint", "offload.optimizer") if placement.critic == "separate" else ()
+    host = training.host
+    return sum(host.values()) + sum(host.get(key, 0) for key in both)
+
+
 def _with_outside(parts: dict[str, float], training: Training) -> dict[str, float]:
     outside = sum(parts.values()) * training.reserve + training.outside
     return {**{name: n for name, n in parts.items() if n}, OUTSIDE: outside}
@@ -245,14 +328,6 @@ def placed_models(apart: dict[str, ModelBytes], placement: Placement) -> dict[st
     """What each model takes where it is."""
     found = {"policy": apart["policy"]}
     if placement.critic == "separate":
-def _host(training: Training, placement: Placement) -> int:
-    """Of a machine, for what trains; a critic of its own has as much again, but for parameters,
-    which `models` has."""
-    both = ("checkpoint", "offload.optimizer") if placement.critic == "separate" else ()
-    host = training.host
-    return sum(host.values()) + sum(host.get(key, 0) for key in both)
-
-
         found["critic"] = apart["critic"]
     elif placement.critic == "shared":
         found["critic"] = ModelBytes()

@@ -30,12 +30,13 @@ class Placement:
     sampler: Literal["engine", "server", "none"] = "none"
 
 
-# How much another place changes the run, from nothing but time (1) to another training (5).
+OTHER_TRAINING = 11  # more than all else together
+# How much another place changes the run, from nothing but time (1) to another training.
 CHANGES: dict[tuple[str, str], tuple[int, str]] = {
     ("reference", "host"): (1, "the reference lives on the host between rollouts"),
     ("reference", "cached"): (1, "the reference's scores are computed once and kept"),
     ("reference", "adapter-off"): (0, "the reference is the policy without its adapters"),
-    ("reference", "none"): (4, "no reference (method.kl_coef=0)"),
+    ("reference", "none"): (OTHER_TRAINING, "no reference (method.kl_coef=0)"),
     ("critic", "shared"): (2, "the critic is a head on the policy's trunk"),
     ("offload", "optimizer"): (
         2,
@@ -44,8 +45,11 @@ CHANGES: dict[tuple[str, str], tuple[int, str]] = {
     ("offload", "parameters"): (3, "weights, masters, moments and gradients live on the host"),
     ("reward", "served"): (2, "the reward model is served by GPUs of its own"),
     ("sampler", "server"): (2, "a server on GPUs of its own samples"),
-    ("adapters", "lora"): (4, "only adapters are trained"),
-    ("adapters", "qlora"): (5, "only adapters are trained, on a base in 4 bits"),
+    ("adapters", "lora"): (OTHER_TRAINING, "only adapters are trained"),
+    ("adapters", "qlora"): (
+        OTHER_TRAINING + 1,
+        "only adapters are trained, on a base in 4 bits",
+    ),
 }
 
 

@@ -128,7 +128,7 @@ def as_configured(run: Run, world: int, machines: Cluster, name: str = "") -> Ev
     models = predict_models(_apart(run), world)
     models["reward"] = ModelBytes(parameters=reward_bytes(run.model) * _num_reward_models(run))
     ledger = predict_memory(_apart(alone), world, device="cuda")
-    training = training_of(question, job, models, ledger.peak_bytes)
+    training = training_of(question, alone, job, models).having(ledger.peak_bytes)
     total = world + sum(servers.values())
     return placed(question, placement, placement, total, servers, training, copies=True)
 

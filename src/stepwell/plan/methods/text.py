@@ -45,8 +45,12 @@ def lines(plan: MethodPlan) -> list[str]:
     if plan.elsewhere is not None and not plan.fits:
         head = f"the nearest that runs as the engine is, on {plan.num_gpus} x {plan.elsewhere.gpu}:"
         found += ["", head, *_indented(_of(plan.elsewhere, True))]
-    if plan.others:
-        found += ["", "others that fit, and are faster:", *_indented(map(_short, plan.others))]
+    for head, same in (
+        ("others that fit, and are faster:", True),
+        ("faster, but another training:", False),
+    ):
+        others = [_short(one) for one in plan.others if one.trains_the_same is same]
+        found += ["", head, *_indented(others)] if others else []
     return found
 
 

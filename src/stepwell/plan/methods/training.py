@@ -3,9 +3,11 @@ and the seconds of a whole step. No torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, prod
+from typing import Any
 
 from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
@@ -32,18 +34,20 @@ REMAT: tuple[Recompute, ...] = ("none", "selective", "full")
 # as they are gathered (float32 masters; of adapters' base, bf16).
 GATHERED_TRAINED, GATHERED_FROZEN = 4, 2
 MATRICES = 7  # of a block
+LEAST_GAIN = 0.99  # of a step's time, that more rows at a time must save
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training step of the policy on `job`, and what every model takes on one of its GPUs, each
-    apart. host: bytes of a machine's own memory, by what. gathered: bytes of weights while a model
-    scores."""
+    """A training step of the policy, `job` being that of `run`, and what every model takes on one
+    of its GPUs, each apart. allocated: what the step's tensors take at most, by the closed form,
+    or `exactly`. gathered: bytes of weights while a model scores."""
 
+    run: Run
     job: Job
     models: dict[str, ModelBytes]
     allocated: float
-    reserve: float
+    fragmentation: float
     outside: float
     host: dict[str, int]
     gathered: float
@@ -51,6 +55,14 @@ class Training:
     @property
     def layout(self) -> Arrangement:
         return self.job.layout
+
+    @property
+    def reserve(self) -> float:
+        """What fragmentation adds to a byte of tensors."""
+        return self.fragmentation / self.allocated
+
+    def having(self, allocated: float) -> Training:
+        return replace(self, allocated=allocated)
 
 
 @dataclass
@@ -66,8 +78,8 @@ class Question:
     reward: ModelConfig
     lora_rank: int
     trainings: dict[tuple[str, str, int], list[Training]] = field(default_factory=dict)
-    apart: dict[tuple[str, str, int, int], dict[str, ModelBytes]] = field(default_factory=dict)
-    peaks: dict[tuple[str, str, int, int, str], int] = field(default_factory=dict)
+    apart: dict[tuple[Any, ...], dict[str, ModelBytes]] = field(default_factory=dict)
+    peaks: dict[Job, int] = field(default_factory=dict)
     steps: dict[Job, StepTime] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     complaints: list[str] = field(default_factory=list)
@@ -86,38 +98,75 @@ def trainings_of(question: Question, placement: Placement, trainers: int) -> lis
 
 
 def _new_trainings(question: Question, placement: Placement, trainers: int) -> Iterable[Training]:
-    """Legal layouts: all GPUs shard, or tensor ranks as far as fast links and heads allow."""
+    """Legal layouts: all GPUs shard, or tensor ranks as far as fast links and heads allow; what is
+    frozen may be on every machine, or every GPU, too. Of micro-batches those that are worth it."""
     pins = question.pins
     sizes = (1, _widest(question, placement, trainers)) if pins.tp is None else (pins.tp,)
     for tp in dict.fromkeys(sizes):
         if trainers % tp:
             question.complaints.append(f"--tp {tp} must divide the {trainers} GPUs that train")
             continue
-        for remat in REMAT if pins.recompute is None else (pins.recompute,):
-            layout = Arrangement(
-                seq_len=question.workload.seq_len,
-                micro_batch_rows=pins.micro_batch_rows or 1,
-                global_batch_rows=rows_of(question, trainers // tp),
-                tp=tp,
-                dp_shard=trainers // tp,
-                recompute=remat,
-                compiled=False,
-                offload_optimizer=placement.offload == "optimizer",
-                offload_parameters=placement.offload == "parameters",
-            )
-            try:
-                run = _run(question, placement, layout)
-                check_run(run, trainers)
-                job = job_of(run, trainers, question.cluster, question.dims.name)
-                models = apart_of(question, placement, layout)
-            except ConfigError as refusal:
-                question.complaints.append(str(refusal))
-                continue
-            key = (placement.adapters, placement.offload, trainers, tp, remat)
-            if key not in question.peaks:
-                ledger = predict_memory(_as(question.method, run), trainers, device="cuda")
-                question.peaks[key] = ledger.peak_bytes
-            yield training_of(question, job, models, question.peaks[key])
+        for shards in _shards(question, placement, trainers // tp):
+            for remat in REMAT if pins.recompute is None else (pins.recompute,):
+                layout = Arrangement(
+                    seq_len=question.workload.seq_len,
+                    micro_batch_rows=pins.micro_batch_rows or 1,
+                    global_batch_rows=rows_of(question, trainers // tp),
+                    tp=tp,
+                    dp_replicate=trainers // tp // shards,
+                    dp_shard=shards,
+                    recompute=remat,
+                    compiled=False,
+                    offload_optimizer=placement.offload == "optimizer",
+                    offload_parameters=placement.offload == "parameters",
+                )
+                yield from _with_micro_batches(question, placement, layout)
+
+
+def _shards(question: Question, placement: Placement, ranks: int) -> list[int]:
+    """Of so many data ranks, how many divide the model: all; with adapters also one, where little
+    has to be summed up and nothing gathered, and those of a machine."""
+    if placement.adapters == "none":
+        return [ranks]
+    machine = min(ranks, question.cluster.gpus_per_node)
+    return [*dict.fromkeys(n for n in (ranks, machine, 1) if ranks % n == 0)]
+
+
+def _with_micro_batches(
+    question: Question, placement: Placement, layout: Arrangement
+) -> Iterable[Training]:
+    """Twice as many rows at a time for as long as a step has them, there is room, and it is faster.
+    None where the engine's rules refuse the layout."""
+    rows, fastest = layout.global_batch_rows // layout.data_ranks, math.inf
+    try:
+        run = _run(question, placement, layout)
+        models = apart_of(question, placement, layout)
+        while True:
+            check_run(run, layout.num_gpus)
+            job = job_of(run, layout.num_gpus, question.cluster, question.dims.name)
+            found = training_of(question, run, job, models)
+            step_s = question.step(found).total_s
+            if step_s > LEAST_GAIN * fastest:
+                return
+            yield found
+            fastest, twice = step_s, 2 * run.train.micro_batch_rows
+            has_room = found.allocated < question.cluster.accelerator.memory_bytes
+            if question.pins.micro_batch_rows is not None or rows % twice or not has_room:
+                return
+            train = run.train.model_copy(update={"micro_batch_rows": twice})
+            run = run.model_copy(update={"train": train})
+    except ConfigError as refusal:
+        question.complaints.append(str(refusal))
+
+
+def exactly(question: Question, training: Training) -> Training:
+    """With what the run's own ledger says that its tensors take."""
+    job = training.job
+    if job not in question.peaks:
+        run = _as(question.method, training.run)
+        ledger = predict_memory(run, job.layout.num_gpus, device="cuda")
+        question.peaks[job] = ledger.peak_bytes
+    return training.having(question.peaks[job])
 
 
 def _as(method: str, run: Run) -> Run:
@@ -146,19 +195,17 @@ def rows_of(question: Question, shares: int) -> int:
     return ceil(rows / shares) * shares
 
 
-def training_of(
-    question: Question, job: Job, models: dict[str, ModelBytes], allocated: int
-) -> Training:
-    """allocated: by the run's own ledger, what the step's tensors take at most."""
+def training_of(question: Question, run: Run, job: Job, models: dict[str, ModelBytes]) -> Training:
     found = footprint(job)
     dims, layout = question.dims, job.layout
     block = dims.attention_parameters + dims.mlp_parameters(dims.d_ff)
     gathered = 2 * (2 * block + 2 * dims.embedding_parameters) / layout.tp
     return Training(
+        run=run,
         job=job,
         models=models,
-        allocated=allocated,
-        reserve=found.fragmentation / allocated,
+        allocated=found.allocated,
+        fragmentation=found.fragmentation,
         outside=found.context + found.communicators,
         host=found.host.items,
         gathered=gathered,
@@ -175,7 +222,8 @@ def apart_of(
     question: Question, placement: Placement, layout: Arrangement
 ) -> dict[str, ModelBytes]:
     """What each of the method's models takes, none sharing with another."""
-    key = (placement.adapters, placement.offload, layout.num_gpus, layout.tp)
+    ranks = (layout.dp_replicate, layout.dp_shard, layout.tp)
+    key = (placement.adapters, placement.offload, *ranks)
     if key not in question.apart:
         values = values_of(question.model, layout, "planned")
         if question.method in ("ppo", "grpo", "dpo"):
