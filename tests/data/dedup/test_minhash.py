@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from itertools import pairwise
+from math import comb
 
 import numpy as np
 import pyarrow as pa
@@ -120,3 +121,18 @@ def test_floor_of_agreement():
     floor = agreement_floor(0.8, 128)
     assert 0.5 < floor < 0.65
     assert agreement_floor(0.8, 128, miss=0.5) == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize("slots", [1, 8, 128])
+@pytest.mark.parametrize("threshold", [0.3, 0.8, 1.0])
+def test_the_floor_is_where_the_binomial_tail_exceeds_the_miss(slots, threshold):
+    shares = [
+        comb(slots, k) * threshold**k * (1 - threshold) ** (slots - k) for k in range(slots + 1)
+    ]
+    floor = next(k for k in range(slots + 1) if sum(shares[: k + 1]) > 1e-9)
+    assert agreement_floor(threshold, slots) == floor / slots
+
+
+def test_the_floor_of_refinedweb_s_9000_hashes():
+    """450 bands of 20 (2306.01116, section 3.3): binomial coefficients that no float holds."""
+    assert agreement_floor(0.8, num_slots(450, 20)) == pytest.approx(0.8, abs=0.02)

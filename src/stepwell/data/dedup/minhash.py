@@ -5,7 +5,6 @@ whose slots agree with probability J as those of plain MinHash do."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import comb
 
 import numpy as np
 import pyarrow as pa
@@ -55,12 +54,10 @@ def agreement(signature_S: np.ndarray, others_DS: np.ndarray) -> np.ndarray:
 def agreement_floor(threshold: float, slots: int, miss: float = 1e-9) -> float:
     """The least agreement worth an exact look: a pair at the threshold agrees in fewer slots with
     a probability of at most `miss` (binomial tail)."""
-    tail = 0.0
-    for agreeing in range(slots + 1):
-        tail += comb(slots, agreeing) * threshold**agreeing * (1 - threshold) ** (slots - agreeing)
-        if tail > miss:
-            return agreeing / slots
-    return 1.0
+    from scipy.special import bdtr
+
+    tails = bdtr(np.arange(slots + 1), slots, threshold)
+    return int(np.searchsorted(tails, miss, side="right")) / slots
 
 
 def buckets(bands: Iterable[np.ndarray], num_docs: int) -> tuple[np.ndarray, np.ndarray]:
