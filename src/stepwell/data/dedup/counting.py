@@ -6,7 +6,7 @@ files cut by value, so that memory is bounded however many there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,24 +80,43 @@ def repeated_hashes(
     """
     num_parts = 1 << max(0, (max(num_entries, 1) - 1) // part_entries).bit_length()
     bits = num_parts.bit_length() - 1
-    files = [open(folder / f"part-{i}", "wb") for i in range(num_parts)]  # noqa: SIM115
-    try:
-        for hashes, ranks in chunks:
-            pairs = np.empty(len(hashes), PAIR)
-            pairs["hash"], pairs["rank"] = hashes, ranks
-            part = (pairs["hash"] >> np.uint64(64 - bits)) if bits else np.zeros(len(pairs), int)
-            by_part = np.argsort(part, kind="stable")
-            starts = np.searchsorted(part[by_part], np.arange(num_parts + 1))
-            for i, file in enumerate(files):
+    paths = [folder / f"part-{i}" for i in range(num_parts)]
+    for pairs in _gathered(chunks, part_entries // 4):
+        part = (pairs["hash"] >> np.uint64(64 - bits)) if bits else np.zeros(len(pairs), int)
+        by_part = np.argsort(part, kind="stable")
+        starts = np.searchsorted(part[by_part], np.arange(num_parts + 1))
+        for i, path in enumerate(paths):
+            # One at a time: there may be more of them than a process may have open.
+            with path.open("ab") as file:
                 pairs[by_part[starts[i] : starts[i + 1]]].tofile(file)
-    finally:
-        for file in files:
-            file.close()
-    found = [_repeated(np.fromfile(folder / f"part-{i}", PAIR)) for i in range(num_parts)]
-    for i in range(num_parts):
-        (folder / f"part-{i}").unlink()
+    found = [_repeated(_taken(path)) for path in paths]
     hashes, counts, firsts = (np.concatenate(columns) for columns in zip(*found, strict=True))
     return hashes, counts, firsts
+
+
+def _gathered(chunks: Iterable[tuple[np.ndarray, np.ndarray]], least: int) -> Iterator[np.ndarray]:
+    """Chunks together, as PAIR: `least` entries or more at a time, but for the last."""
+    held: list[np.ndarray] = []
+    size = 0
+    for hashes, ranks in chunks:
+        pairs = np.empty(len(hashes), PAIR)
+        pairs["hash"], pairs["rank"] = hashes, ranks
+        held.append(pairs)
+        size += len(pairs)
+        if size >= least:
+            yield np.concatenate(held)
+            held, size = [], 0
+    if size:
+        yield np.concatenate(held)
+
+
+def _taken(path: Path) -> np.ndarray:
+    """What a file holds, which is then removed."""
+    if not path.exists():
+        return np.empty(0, PAIR)
+    pairs = np.fromfile(path, PAIR)
+    path.unlink()
+    return pairs
 
 
 def _repeated(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
