@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from tests.data.decontam.test_scan import ITEMS, PASSAGE, QUESTION
 
 from stepwell.data.batches import Outcome, to_batch
-from stepwell.data.decontam.benchmarks import Benchmark
+from stepwell.data.decontam.benchmarks import Benchmark, Item
 from stepwell.data.decontam.index import build_index, open_index
 from stepwell.data.decontam.report import contamination_report
 from stepwell.data.decontam.step import LABEL, Decontaminate
@@ -76,6 +76,25 @@ def test_action_report_only_labels(folder):
     assert outcome.removed.num_rows == 0
     rows = outcome.kept.to_pylist()
     assert [r["id"] for r in rows if r[LABEL]] == ["asked", "solved", "public"]
+
+
+def test_a_second_step_keeps_what_the_first_one_labelled(folder, tmp_path):
+    other = Item("o", "Which of the seven bridges over the river was built last of all?")
+    build_index([Benchmark("other", "sha", True, (other,))], tmp_path / "other")
+    texts = {**TEXTS, "both": f"{PASSAGE} {other.question}"}
+    first = Decontaminate(index=folder, action="report")
+    second = Decontaminate(index=str(tmp_path / "other"), action="report")
+    kept = second(first(batch(texts)).kept).kept
+    items = {
+        row["id"]: [hit["item"] for hit in json.loads(row[LABEL] or "[]")]
+        for row in kept.to_pylist()
+    }
+    assert items == {
+        "clean": [], "asked": ["set/q"], "solved": ["set/q"], "public": ["set/p"],
+        "both": ["set/p", "other/o"],
+    }  # fmt: skip
+    report = contamination_report([], open_index(folder), [kept])
+    assert report["documents"]["kept"] == 4
 
 
 def test_rule_and_min_share(folder):

@@ -35,7 +35,7 @@ class Decontaminate(DocumentStep):
 
     Reasons: contaminated_question_answer, contaminated_question, contaminated_answer,
     contaminated_passage; the witness is the strongest `benchmark/item`. The label `contaminated` of
-    a kept document is a JSON list of {item, part, share}.
+    a kept document is a JSON list of {item, part, share}, behind what a step before found.
     """
 
     kind: Literal["decontaminate"] = "decontaminate"
@@ -62,7 +62,10 @@ class Decontaminate(DocumentStep):
     def __call__(self, batch: pa.RecordBatch) -> Outcome:
         index = open_index(self.index)
         found = find_hits(texts_of(batch), index, RULES[self.rule], self.min_share)
-        labels = [label_of(index, hits) for hits in found]
+        earlier: list[str | None] = [None] * batch.num_rows
+        if LABEL in batch.schema.names:
+            earlier = batch[LABEL].to_pylist()
+        labels = [label_of(index, hits, was) for hits, was in zip(found, earlier, strict=True)]
         labelled = with_column(batch, LABEL, labels, pa.string())
         if self.action == "report":
             return Outcome(labelled)
@@ -76,13 +79,14 @@ class Decontaminate(DocumentStep):
         return Removal(reason, _detail(hits), index.name_of(first.item))
 
 
-def label_of(index: Index, hits: Sequence[Hit]) -> str | None:
-    if not hits:
-        return None
-    rows = [
-        {"item": index.name_of(h.item), "part": h.part, "share": round(h.share, 4)} for h in hits
-    ]
-    return json.dumps(rows, ensure_ascii=False)
+def label_of(index: Index, hits: Sequence[Hit], earlier: str | None = None) -> str | None:
+    """earlier: the label of a step before, whose items stay in it."""
+    rows = json.loads(earlier) if earlier else []
+    for hit in hits:
+        row = {"item": index.name_of(hit.item), "part": hit.part, "share": round(hit.share, 4)}
+        if row not in rows:
+            rows.append(row)
+    return json.dumps(rows, ensure_ascii=False) if rows else None
 
 
 def _detail(hits: Sequence[Hit]) -> str:
