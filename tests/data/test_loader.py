@@ -200,6 +200,15 @@ def test_packed_rows_in_the_given_order_of_the_store(chats):
     assert firsts == sorted(firsts)
 
 
+def test_packed_rows_of_other_documents_do_not_go_on(chats, tmp_path):
+    lengths = chats.doc_lengths().tolist()
+    masks = [chats.doc_mask(i) for i in range(chats.num_docs)]
+    other = make_store(tmp_path / "s", lengths, masks, first=7)
+    _, state = next(packed_stream(chats, 40, 2))
+    with pytest.raises(CheckpointError, match="data was"):
+        next(packed_stream(other, 40, 2, state=state))
+
+
 def test_truncated_prompts_and_documents_without_trained_tokens(tmp_path):
     lengths = [40, 13, 45, 6]
     masks = [[0] * 10 + [1] * 30, [0] * 10 + [1] * 3, [0] * 20 + [1] * 25, [0] * 6]

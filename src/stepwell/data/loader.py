@@ -168,7 +168,7 @@ def packed_stream(
     if order == "quality-ascending":
         raise ConfigError(f"packed rows have no order {order!r}; the nearest is 'sequential'")
     lengths, usable = _usable_docs(store, seq_len)
-    data = [store.manifest["tokenizer"][:12], store.num_tokens]
+    data = [store.fingerprint, store.num_tokens]
     origin = {"kind": "packed", "seq_len": seq_len, "seed": seed, "data": data, "order": order}
     (start,) = _resume(state, origin, 1)
     mine = rank_rows(rows_per_step, rank, world)
