@@ -2,7 +2,9 @@ import csv
 import json
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 
@@ -156,6 +158,29 @@ def test_a_run_that_fails_in_a_process_of_its_own_says_why(stores, tmp_path):
     wild = {"optim.lr": 1e4, "guard.action": "stop", "train.steps": 30}
     with pytest.raises(TrainingError, match=r"proxy 000\d: .*loss"):
         mix.sweep(recipe(stores, **wild), tmp_path / "s", 3, num_natural=1, num_procs=2)
+
+
+def test_what_ends_well_beside_one_that_fails_is_kept():
+    failed, good, waiting = Future(), Future(), Future()
+    for future in (failed, good):
+        future.set_running_or_notify_cancel()
+    failed.set_exception(TrainingError("no"))
+    places = {failed: 0, good: 1, waiting: 2}
+    timer = threading.Timer(0.05, good.set_result, ["loss"])
+    timer.start()
+    stream = mix.ended(places)
+    assert next(stream) == (1, "loss")
+    with pytest.raises(TrainingError, match="no"):
+        next(stream)
+    timer.join()
+    assert waiting.cancelled()
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    run = mix.Measured(0, 0, {"a\u2028b": 1.0}, {"w\x85": 2.0}, 1.0)
+    path = tmp_path / mix.RUNS
+    path.write_text(json.dumps(asdict(run), ensure_ascii=False) + "\n", "utf-8")
+    assert mix.read_runs(path) == [run]
 
 
 def test_the_design_must_be_enough_for_a_law(stores):

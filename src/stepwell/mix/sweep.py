@@ -15,8 +15,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -44,6 +44,7 @@ Design = Literal["auto", "dirichlet", "maximin"]
 SWEEP, RUNS, TABLE = "sweep.json", "runs.jsonl", "runs.csv"
 NUM_NATURAL = 2
 Line = TypeVar("Line")
+Result = TypeVar("Result")
 # Up to here, "auto" spreads the design over all mixtures.
 FEW_DOMAINS = 4
 
@@ -318,8 +319,6 @@ def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[d
         for place, job in enumerate(jobs):
             yield place, trained(job)
         return
-    from concurrent.futures import as_completed
-
     # Each has a core's share of threads; they spin against each other otherwise.
     threads = max(1, (os.cpu_count() or 1) // num_procs)
     context = multiprocessing.get_context("spawn")
@@ -327,11 +326,29 @@ def finished(jobs: Sequence[Job], num_procs: int) -> Iterator[tuple[int, tuple[d
     with ProcessPoolExecutor(num_procs, context, _begin, (threads, environ)) as pool:
         places = {pool.submit(_trained_apart, job): place for place, job in enumerate(jobs)}
         try:
-            for future in as_completed(places):
-                yield places[future], future.result()
+            yield from ended(places)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def ended(places: Mapping[Future[Result], int]) -> Iterator[tuple[int, Result]]:
+    """(place, result) of each as it ends. Where one fails, those that have not begun are cancelled
+    and its error is raised when the others have ended: what they have done is not lost."""
+    waiting = set(places)
+    errors: list[BaseException] = []
+    while waiting:
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in sorted(done, key=places.__getitem__):
+            error = future.exception()
+            if error is None:
+                yield places[future], future.result()
+            else:
+                errors.append(error)
+        if errors:
+            waiting = {future for future in waiting if not future.cancel()}
+    if errors:
+        raise errors[0]
 
 
 def _begin(num_threads: int, environ: dict[str, str]) -> None:
@@ -437,7 +454,8 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     """A value a line. Raises DataError, naming the line, for a file that is damaged."""
     found = []
     try:
-        lines = path.read_text("utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            lines = list(file)
     except ValueError as error:
         raise DataError(f"{path} is damaged: {error}") from error
     for number, line in enumerate(lines, 1):
