@@ -463,6 +463,24 @@ def test_products_of_experts_are_kept_for_each_that_a_token_goes_to():
     assert kept[8].products.mlp == pytest.approx(2 * 2 * routed * 4096)
 
 
+def test_experts_work_on_all_tokens_that_come_to_them():
+    """In the backward pass, too: two gradients of 14,336, and eager the gradient of a matrix of all
+    of a rank's experts."""
+    mixtral = replace(LLAMA, experts=Experts(8, 2, 14336))
+    worked = []
+    for dims, experts in ((LLAMA, False), (mixtral, True)):
+        known = job(dims, rows=1, seq_len=8192, program="stepwell", dp_shard=8)
+        blocks = block_of(dims, known.layout), block_of(dims, known.layout, experts)
+        worked.append(rank_of(known, 0, *blocks).workspace)
+    more = 2 * 2 * 14336 * (2 * 1.3 - 1) * 8192
+    assert worked[1] - worked[0] == pytest.approx(more)
+    eager = [
+        footprint(job(mixtral, dp_shard=8, ep=ep, compiled=False, flash=True), 0, NOTHING)
+        for ep in (1, 8)
+    ]
+    assert eager[0].allocated > eager[1].allocated
+
+
 @pytest.mark.parametrize("program", ["stepwell", "fsdp"])
 @pytest.mark.parametrize("model", ["gated", "ungated", "experts", "shared experts"])
 def test_selective_never_keeps_more_than_everything(program, model):

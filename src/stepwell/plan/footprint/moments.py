@@ -13,10 +13,12 @@ from stepwell.parallel.remat import chosen_blocks
 from stepwell.plan.footprint.activations import (
     Block,
     Modules,
+    Tokens,
     compute_bytes,
     freezes,
     logits_of,
     master_bytes,
+    routed_tokens,
     tokens_of,
 )
 from stepwell.plan.footprint.kept import group_of, kept_before, kept_by, num_groups
@@ -68,7 +70,7 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
         waiting=waiting,
         messages=messages,
         root=_root(dims, layout, pieces),
-        workspace=_workspace(dims, layout),
+        workspace=_workspace(dims, layout, experts=pieces.sparse > 0),
         accumulates=layout.num_micro_batches > 1,
         alone=layout.num_gpus == 1,
     )
@@ -167,18 +169,28 @@ def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
     return a * at.part + 4 * at.rows + a * at.wide + angles
 
 
-def _workspace(dims: Dims, layout: Arrangement) -> float:
+def _workspace(dims: Dims, layout: Arrangement, experts: bool) -> float:
     """The most that a block's backward pass holds besides what was saved (plan/memory/sizes)."""
     a, at = compute_bytes(layout), tokens_of(dims, layout)
     divides = layout.sequence_parallel or layout.program == "stepwell"
     gathered = 2 * a * at.wide if layout.tp > 1 and divides else 0.0
-    mlp = 2 * a * at.num_tokens * dims.d_ff / layout.tp + gathered
+    mlp = 2 * a * _width_of_mlp(dims, layout, at, experts) + gathered
     attention = a * (at.query + 2 * (at.query + 2 * at.key)) + gathered
     norm = 0.0 if layout.compiled else (4 if a < 4 else 3) * 4 * at.part
     restored = 0.0
     if layout.adapters and layout.adapters.quantized:  # a matrix from 4 bits, in float32 first
         restored = (4 + a) * max(rows * columns for rows, columns in target_sizes(dims, layout))
     return a * at.part + restored + max(mlp, attention, norm)
+
+
+def _width_of_mlp(dims: Dims, layout: Arrangement, at: Tokens, experts: bool) -> float:
+    """Elements between the products of an MLP; of experts, of each that a token goes to."""
+    dense = at.num_tokens * dims.d_ff / layout.tp
+    if not experts or dims.experts is None:
+        return dense
+    one = dims.experts
+    routed = routed_tokens(dims, layout) + at.num_tokens * one.num_shared / layout.tp
+    return max(routed * one.d_ff, dense if one.num_dense_layers else 0.0)
 
 
 def _waiting(rank: Rank, kept: Modules) -> Modules:
@@ -351,6 +363,9 @@ def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:
     if layout.bucket_elements:
         return a * min(layout.bucket_elements, state.block_whole)
     largest = dims.d_model * dims.d_ff / layout.tp
+    if dims.experts and rank.pieces.sparse:  # of all experts of the rank together
+        each = dims.d_model * dims.experts.d_ff
+        largest = max(largest, each * dims.experts.num_experts / layout.ep)
     if layout.adapters:
         largest = layout.adapters.rank * max(dims.d_model, dims.d_ff / layout.tp)
     if layout.compiled:
