@@ -121,11 +121,13 @@ def _on_line(at_few: int, at_more: int, few: int, more: int, wanted: int) -> int
 def dry_run_of_few_blocks(
     run: Run, world: int, gpus_per_node: int = 8, num_micro_batches: int | None = None
 ) -> DryRun:
-    """`dry_run` of the whole model, of which only `few_layers` are run where it has more.
+    """`dry_run` of the whole model, of which only `few_layers` are run where it has more. The
+    forward passes' own peak, which is never the step's, is a lower bound: few blocks may have it
+    where the ends are gathered.
 
     Raises as `dry_run`, and ConfigError where blocks do not add up evenly.
     """
-    few, more = few_layers(run, world)
+    few, more = few_layers(with_micro_batches(run, world, num_micro_batches), world)
     if run.model.num_layers <= more:
         return dry_run(run, world, None, None, gpus_per_node, num_micro_batches)
     n = run.model.num_layers
@@ -142,9 +144,13 @@ def few_layers(run: Run, world: int) -> tuple[int, int]:
     """Two numbers of blocks, the smallest whose worst moment of the backward pass is, by the
     ledger, that of the whole model, and that hold all that is gathered ahead. Raises ConfigError
     where a block more does not add what the one before did: in a pipeline, with groups of blocks
-    that are computed again, and where blocks are named."""
+    that are computed again, and where blocks are named; or where the worst moment of few is not
+    told well enough: where gathered blocks stay."""
+    layout = run.layout
+    stay = layout.zero < 3 or layout.reshard_after_forward == "never"
     faults = {
-        f"layout.pp={run.layout.pp}": run.layout.pp > 1,
+        f"layout.pp={layout.pp}": layout.pp > 1,
+        "gathered blocks that stay": world > 1 and stay,
         f"remat.mode={run.remat.mode!r}": run.remat.mode in ("every", "sqrt", "budget"),
         "lora.targets": not _of_all_alike(target_shapes(run.model, run.lora), run),
         "precision.fp8.keep": not _of_all_alike(fp8_linears(run, run.layout.tp), run),
@@ -152,9 +158,9 @@ def few_layers(run: Run, world: int) -> tuple[int, int]:
     found = [name for name, there in faults.items() if there]
     if found:
         raise ConfigError(
-            f"a few blocks do not tell of all with {', '.join(found)}, which makes them differ; "
-            "the nearest that can be scaled is layout.pp=1 with remat.mode='none' and the same "
-            "layers of every block"
+            f"a few blocks do not tell of all with {', '.join(found)}; the nearest that can be "
+            "scaled is layout.pp=1 with layout.zero=3, remat.mode='none' and the same layers of "
+            "every block"
         )
     ahead = max(run.layout.prefetch_forward, run.layout.prefetch_backward) if world > 1 else 0
     wanted = _worst_backward(run, world)
@@ -171,6 +177,15 @@ def _of_all_alike(names: Iterable[str], run: Run) -> bool:
         by_block[number].add(layer)
     kinds = {frozenset(layers) for layers in by_block.values()}
     return not kinds or (len(kinds) == 1 and len(by_block) == run.model.num_layers)
+
+
+def with_micro_batches(run: Run, world: int, num_micro_batches: int | None) -> Run:
+    if num_micro_batches is None:
+        return run
+    axes = axis_sizes(run.layout, world)
+    rows = num_micro_batches * run.train.micro_batch_rows * axes.dp_replicate * axes.dp_shard
+    train = run.train.model_copy(update={"global_batch_rows": rows})
+    return run.model_copy(update={"train": train})
 
 
 def with_layers(run: Run, num_layers: int) -> Run:
