@@ -180,3 +180,13 @@ def test_more_clusters_than_documents_are_refused():
     with pytest.raises(DataError, match="clusters=4 is more than the 3 documents.*set it to 3"):
         run_step(SemanticDedup(clusters=4), docs[:3])
     assert run_step(SemanticDedup(clusters=4), []).rows == []
+
+
+def test_equal_vectors_have_a_cosine_of_1_whatever_their_rounding():
+    vectors = np.random.default_rng(0).normal(size=(200, 256))
+    vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+    twice = np.repeat(vectors, 2, axis=0)
+    rows = np.arange(len(twice))
+    witness, cosine = similar_documents(twice, rows, rows // 2, 1.0)
+    assert witness.reshape(-1, 2).tolist() == [[-1, i] for i in range(0, len(twice), 2)]
+    assert cosine[1::2] == pytest.approx(1, abs=1e-6)

@@ -34,6 +34,7 @@ from stepwell.types import DataError
 SAMPLE_PER_CLUSTER = 256  # more doesn't move centroids (faiss draws as many)
 BLOCK_ROWS = 4096
 COMPARED_CHEAPLY = 1024
+ROUNDING = 1e-6  # of a product of unit vectors in float32
 
 
 class SemanticDedup(SurvivorStep):
@@ -154,7 +155,7 @@ def similar_documents(
     vectors: np.ndarray, rows: np.ndarray, cluster: np.ndarray, threshold: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """For each vector the first one of its cluster that stays and has at least this cosine with
-    it, or -1 if it stays itself; and that cosine.
+    it (to within ROUNDING: equal vectors have 1), or -1 if it stays itself; and that cosine.
 
     rows: of `vectors`, best first; cluster: of each of them."""
     witness = np.full(len(vectors), -1)
@@ -170,7 +171,7 @@ def similar_documents(
                 continue
             later = np.flatnonzero(stays[i + 1 :]) + i + 1
             values = np.minimum(inside[i + 1 :] @ inside[i], 1)[later - i - 1]
-            found = values >= threshold
+            found = values >= threshold - ROUNDING
             stays[later[found]] = False
             witness[place[later[found]]] = place[i]
             cosine[place[later[found]]] = values[found]
