@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from stepwell.data.sources import python_library
 from stepwell.data.sources.python_library import docstrings, stdlib_code, stdlib_prose
 from stepwell.data.sources.rows import records, rows
 from stepwell.data.sources.texts import text_files
@@ -164,3 +165,18 @@ def test_docstrings_are_named_in_order():
     assert docstrings("x = 1", "m") == ""
     with pytest.raises(SyntaxError):
         docstrings("def", "m")
+
+
+def test_docstrings_of_a_file_that_cannot_be_read_are_dropped_with_its_reason(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "good.py").write_text('"""Something to say."""\n')
+    (tmp_path / "odd.py").write_bytes(b'"""Caf\xe9."""\n')
+    monkeypatch.setattr(python_library.sysconfig, "get_path", lambda name: str(tmp_path))
+    items = [item for item in stdlib_prose("lib") if item.id.startswith("docstrings/")]
+    assert [(item.id, item.source) for item in items] == [
+        ("docstrings/good", "lib"),
+        ("docstrings/odd.py", "lib"),
+    ]
+    assert isinstance(items[1], Dropped)
+    assert items[1].reason == "undecodable"

@@ -7,6 +7,7 @@ import importlib
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stepwell.data.sources.texts import Item, checked
 from stepwell.data.sources.trees import SKIPPED_FOLDERS, TEST_FOLDERS, source_tree
@@ -27,8 +28,11 @@ def stdlib_prose(source: str = "stdlib-prose") -> Iterator[Item]:
     for topic, text in sorted(topics.items()):
         yield checked(f"topics/{topic}", text, source, {"topic": topic})
     for item in stdlib_code(source):
-        if isinstance(item, Dropped) or item.id == "pydoc_data/topics.py":
-            continue  # stdlib_code says why it dropped a file
+        if isinstance(item, Dropped):
+            yield replace(item, id=f"docstrings/{item.id}")
+            continue
+        if item.id == "pydoc_data/topics.py":
+            continue
         module = item.id.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         try:
             text = docstrings(item.text, module)
