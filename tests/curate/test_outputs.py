@@ -7,6 +7,8 @@ import pytest
 
 from stepwell.curate import writing
 from stepwell.curate.executors.local import LocalExecutor
+from stepwell.curate.folders import task_folder
+from stepwell.curate.outputs import task_files
 from stepwell.curate.plan import make_plan
 from stepwell.curate.recipe import Recipe
 from stepwell.curate.run import curate, read_curation
@@ -84,6 +86,16 @@ def test_every_number_of_the_datasheet_is_a_count(done):
     for language in languages:
         number = sum(row["language"] == language for row in kept)
         assert re.search(rf"\b{language} {number}\b", text)
+
+
+def test_tasks_are_in_reading_order_beyond_five_digits(tmp_path):
+    plan = make_plan(Recipe.parse({"sources": [{"name": "a", "path": "stdlib-prose"}]}))
+    for number in (100_000, 99_999, 2):
+        folder = task_folder(tmp_path, 0, number)
+        folder.mkdir(parents=True)
+        (folder / "removed.parquet").touch()
+    found = [path.parent.name for path in task_files(plan, tmp_path, "removed")]
+    assert found == ["00002", "99999", "100000"]
 
 
 def test_text_of_pages_is_no_markup(tmp_path):

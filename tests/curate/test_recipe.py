@@ -57,6 +57,16 @@ def test_it_is_the_same_value_after_a_file(tmp_path):
     assert Recipe.load(tmp_path / "recipe.toml") == recipe
 
 
+def test_a_file_of_before_is_replaced_whole_and_never_written_over(tmp_path):
+    path, before = tmp_path / "recipe.toml", tmp_path / "before"
+    Recipe.parse({"sources": SOURCES}).save(path)
+    before.hardlink_to(path)
+    text = before.read_text("utf-8")
+    Recipe.parse({"sources": SOURCES, "shard_bytes": 5}).save(path)
+    assert before.read_text("utf-8") == text
+    assert Recipe.load(path).shard_bytes == 5
+
+
 def test_dotted_keys_reach_steps(tmp_path):
     values = {"sources": SOURCES, "steps": [{"kind": "gopher-quality"}]}
     recipe = Recipe.parse(values, {"steps.0.min_words": "7", "shard_bytes": "99"})

@@ -1,7 +1,10 @@
 import json
 import os
+import platform
 import shutil
 import signal
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow as pa
@@ -94,6 +97,25 @@ def test_another_recipe_or_input_is_refused(raw, tmp_path):
         run(corpus.recipe(raw), out)
     run(corpus.recipe(raw), out, fresh=True)
     assert read_curation(out)["tally"]["read"]["a"] == 41
+
+
+def test_another_version_of_a_library_is_refused(raw, tmp_path):
+    recipe = Recipe.parse(corpus.recipe(raw))
+    plan = make_plan(recipe)
+    assert plan.fingerprint["libraries"]["python"] == platform.python_version()
+    assert plan.fingerprint["libraries"]["tokenizers"] == metadata.version("tokenizers")
+    list(curate(plan, tmp_path / "out", LocalExecutor(1)))
+    libraries = {**plan.fingerprint["libraries"], "tokenizers": "0.0.1"}
+    other = replace(plan, fingerprint={**plan.fingerprint, "libraries": libraries})
+    with pytest.raises(ConfigError, match=r"libraries.tokenizers was '.*' and is '0.0.1'"):
+        list(curate(other, tmp_path / "out", LocalExecutor(1)))
+
+
+def test_the_scorer_s_code_counts_where_it_is_used(raw):
+    values = corpus.recipe(raw)
+    scored = {**values, "steps": [{"kind": "perplexity", "model": str(raw)}]}
+    codes = {make_plan(Recipe.parse(v)).fingerprint["code"] for v in (values, scored)}
+    assert len(codes) == 2
 
 
 def test_a_folder_of_something_else_is_left_alone(raw, tmp_path):

@@ -108,7 +108,10 @@ def task_files(plan: Plan, work: Path, name: str) -> list[Path]:
     return [
         path
         for stage in plan.stages
-        for path in sorted(stage_folder(work, stage.number).glob(f"[0-9]*/{name}.parquet"))
+        for path in sorted(
+            stage_folder(work, stage.number).glob(f"[0-9]*/{name}.parquet"),
+            key=lambda path: int(path.parent.name),
+        )
     ]
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ NAMES = ("kind", "sources", "by", "scores", "save_index")
 READ_BYTES, FILE_BYTES = 16 << 20, 16 << 10
 # Rooms whose code decides what is kept.
 CODE = ("data", "curate", "tokenizer.py", "schema.py")
+# And of a language model's scores.
+SCORER_CODE = ("eval", "models", "train")
+# Whose versions decide, too, what is read and what is kept.
+LIBRARIES = (
+    "fasttext-community", "langcodes", "lxml", "phonenumbers", "py3langid", "pydivsufsort",
+    "python-stdnum", "rensa", "tokenizers", "torch", "trafilatura", "warcio", "wordllama", "xxhash",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,25 +150,36 @@ def stages_of(steps: Sequence[StepConfig]) -> list[Stage]:
 
 def fingerprint(recipe: Recipe, reads: Sequence[Read]) -> dict[str, Any]:
     """What the result depends on: the recipe, the inputs and every file that a step reads (by path,
-    size and time of change), and the code."""
+    size and time of change), the code, and what it stands on."""
     values = recipe.to_dict()
     # What is dropped unread may be a link to anywhere.
     paths = {p.path for read in reads for p in read.pieces if p.kind != "dropped"}
     paths |= {text for text in _texts([values["steps"], values.get("store")]) if _is_path(text)}
+    rooms = CODE + SCORER_CODE * any(step.kind == "perplexity" for step in recipe.steps)
     files = sorted({file for path in paths for file in _files_of(Path(path))})
     return {
         "version": stepwell.__version__,
-        "code": code_hash(),
+        "code": code_hash(rooms),
+        "libraries": library_versions(),
         "recipe": values,
         "inputs": [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
     }
 
 
-@lru_cache(maxsize=1)
-def code_hash() -> str:
+def library_versions() -> dict[str, str]:
+    """Of Python, whose Unicode tables and library are read, and of those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+@lru_cache(maxsize=2)
+def code_hash(rooms: Sequence[str] = CODE) -> str:
     root = Path(stepwell.__file__).parent
     digest = hashlib.sha256()
-    for name in CODE:
+    for name in rooms:
         path = root / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
@@ -172,6 +192,7 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key in ("version", "code"):
         if was.get(key) != now[key]:
             lines.append(f"Stepwell's {key} was {was.get(key)} and is {now[key]}")
+    lines += _changed_values(was.get("libraries", {}), now["libraries"], "libraries")
     lines += _changed_values(was.get("recipe", {}), now["recipe"], "")
     before = {path: rest for path, *rest in was.get("inputs", [])}
     after = {path: rest for path, *rest in now["inputs"]}

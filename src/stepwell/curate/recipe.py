@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from stepwell.data.sources.spec import SourceSpec
 from stepwell.data.steps import StepConfig
+from stepwell.files import write_text
 from stepwell.schema import Flag, Fraction, Positive, Section, assign, explain, read_toml
 from stepwell.types import ConfigError, nearest
 
@@ -141,7 +142,7 @@ class Recipe(Section):
         return self.model_dump(exclude_none=True, mode="json")
 
     def save(self, path: Path) -> None:
-        path.write_text(tomli_w.dumps(self.to_dict()), "utf-8")
+        write_text(path, tomli_w.dumps(self.to_dict()))
 
 
 def step_class(kind: str) -> type[StepConfig]:

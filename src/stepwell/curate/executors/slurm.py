@@ -18,6 +18,7 @@ from stepwell.curate.plan import Plan, make_plan, write_plan
 from stepwell.curate.recipe import Recipe
 from stepwell.curate.run import WORK, is_finished, remove_results
 from stepwell.curate.tasks import decide, has_decision, num_tasks, run_task
+from stepwell.files import write_text
 from stepwell.train.lock import folder_lock
 from stepwell.types import ConfigError
 
@@ -57,7 +58,7 @@ def write_scripts(
     # What the last job loads: the recipe with everything that the command line set.
     recipe.save(folder / "recipe.toml")
     for name, text in scripts(plan, out.absolute(), elements or ELEMENTS).items():
-        (folder / name).write_text(text, "utf-8")
+        write_text(folder / name, text)
         (folder / name).chmod(0o755)
     return folder / SUBMIT
 
