@@ -216,6 +216,7 @@ def test_trees_are_searched_by_random_mixtures():
     assert found == pytest.approx([0.2, 0.5, 0.3], abs=0.03)
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 @pytest.mark.parametrize("design", ["maximin", "dirichlet"])
 def test_of_60_sweeps_of_pure_noise_at_most_3_are_proposed(design):

@@ -96,6 +96,7 @@ def alone(run: Run):
     return take_step(engine, batch())
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_what_the_table_allows_equals_one_process(ranks):
