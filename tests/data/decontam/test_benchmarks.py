@@ -53,6 +53,38 @@ from stepwell.types import DataError
             {"ctx": "A man", "endings": ["x", "y"], "label": 1},
             Item("7", "A man", ("x", "y"), ("y",)),
         ),
+        # whose labels are texts there; some of ARC's are digits
+        (
+            {"ctx": "A man", "endings": ["x", "y"], "label": "1"},
+            Item("7", "A man", ("x", "y"), ("y",)),
+        ),
+        ({"ctx": "A man", "endings": ["x", "y"], "label": ""}, Item("7", "A man", ("x", "y"))),
+        ({"ctx": "A man", "endings": ["x", "y"], "label": "2"}, Item("7", "A man", ("x", "y"))),
+        (
+            {
+                "question": "Q?",
+                "choices": {"text": ["x", "y"], "label": ["1", "2"]},
+                "answerKey": "2",
+            },
+            Item("7", "Q?", ("x", "y"), ("y",)),
+        ),
+        (
+            {
+                "question": "Q?",
+                "choices": [{"label": "1", "text": "x"}, {"label": "2", "text": "y"}],
+                "answerKey": "1",
+            },
+            Item("7", "Q?", ("x", "y"), ("x",)),
+        ),
+        (
+            {"question": "Q?", "options": {"B": "x", "A": "y"}, "answer": "A"},
+            Item("7", "Q?", ("x", "y"), ("y",)),
+        ),
+        # a number that is an answer
+        (
+            {"question": "Q?", "choices": ["3", "5", "7"], "answer": "5"},
+            Item("7", "Q?", ("3", "5", "7"), ("5",)),
+        ),
         ({"goal": "G", "sol1": "x", "sol2": "y", "label": 0}, Item("7", "G", ("x", "y"), ("x",))),
         # ours
         (

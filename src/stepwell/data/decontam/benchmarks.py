@@ -133,7 +133,7 @@ def make_item(item_id: str, row: Mapping[str, Any]) -> Item | None:
         item_id,
         _text(row[name]),
         choices,
-        _answers(row, choices),
+        _answers(row, choices, _labels(row)),
         next((p for p in passages if p.strip()), ""),
     )
 
@@ -161,6 +161,17 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(c for c in pair if isinstance(c, str))
 
 
+def _labels(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the row itself calls its choices, in their order; nothing where it doesn't say."""
+    value = next((row[name] for name in CHOICE_COLUMNS if row.get(name)), None)
+    if isinstance(value, Mapping):
+        labels = value.get("label", ()) if "text" in value else value
+        return tuple(map(str, labels))
+    if isinstance(value, list) and all(isinstance(c, Mapping) and "label" in c for c in value):
+        return tuple(str(choice["label"]) for choice in value)
+    return ()
+
+
 def split_lettered(text: str) -> list[str]:
     """The choices of "A. one\\nB. two"; the whole text where there are no letters."""
     marks = list(LETTERED.finditer(text))
@@ -170,9 +181,15 @@ def split_lettered(text: str) -> list[str]:
     return [text[m.end() : end].strip() for m, end in zip(marks, ends, strict=True)]
 
 
-def _answers(row: Mapping[str, Any], choices: Sequence[str]) -> tuple[str, ...]:
+def _answers(
+    row: Mapping[str, Any], choices: Sequence[str], labels: Sequence[str]
+) -> tuple[str, ...]:
     for name in ANSWER_COLUMNS:
-        found = [text for value in _values(row.get(name)) if (text := _answer(value, choices))]
+        values = list(_values(row.get(name)))
+        if name == "label" and choices and not labels:
+            # HellaSwag's are the numbers of its endings, as texts.
+            values = [int(v) if isinstance(v, str) and v.isdecimal() else v for v in values]
+        found = [text for value in values if (text := _answer(value, choices, labels))]
         if found:
             return tuple(dict.fromkeys(found))
     return ()
@@ -184,8 +201,9 @@ def _values(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _answer(value: Any, choices: Sequence[str]) -> str:
-    """The text of an answer that is given as a text, a number, or a choice's letter or index."""
+def _answer(value: Any, choices: Sequence[str], labels: Sequence[str]) -> str:
+    """The text of an answer that is given as a text, a number, or a choice's label, letter or
+    index."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int) and choices:
@@ -193,6 +211,8 @@ def _answer(value: Any, choices: Sequence[str]) -> str:
     if value is None or not str(value).strip():
         return ""
     text = str(value).strip()
+    if text in labels and labels.index(text) < len(choices):
+        return choices[labels.index(text)]
     letter = ord(text) - ord("A") if len(text) == 1 else -1
     if 0 <= letter < len(choices):
         return choices[letter]
