@@ -59,16 +59,20 @@ def batch():
 def run_of(pair: tuple[str, str]) -> Run:
     settings = combined(*pair)
     assert settings is not None
-    # The features are said with ranks of real models.
-    small = {"lora.rank": 4} if "lora.rank" in settings else {}
-    values = {**MODEL, **settings, **small}
+    fitted = {}
+    if "lora.rank" in settings:
+        fitted = {"lora.rank": 4}  # what MODEL's matrices can have
+    if "adamw8bit" in pair:
+        # The smallest with moments of whole blocks.
+        fitted = {"model.d_model": 256} | ({"lora.rank": 16} if fitted else {})
+    values = {**MODEL, **settings}
     if settings.get("optim.release_gradients"):
         values["train.micro_batch_rows"] = 16
     if ROUNDED & {*pair}:
         values |= {"model.d_ff": 32, "model.d_model": 32, "model.head_dim": 16}
         values |= {f"precision.{k}": "fp32" for k in ("compute", "reduce", "param")}
         values |= {"precision.compute": "bf16", "precision.fp8.min_dim": 16} | settings
-    values["train.global_batch_rows"] = 16
+    values |= {"train.global_batch_rows": 16, **fitted}
     return base_run(**values)
 
 
