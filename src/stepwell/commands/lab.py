@@ -31,7 +31,8 @@ class Lab:
     """Measures what a technique claims on this machine, and says whether the claim holds. Without a
     name: the labs and their claims.
 
-    Writes numbers.json and plot.svg. The exit code is 1 when the claim does not hold."""
+    Writes numbers.json, plot.svg and, where there is more to read, page.html. The exit code is 1
+    when the claim does not hold."""
 
     name: Positional[str | None] = None
     """Which lab."""
@@ -60,13 +61,14 @@ def main(argv: Sequence[str]) -> int:
     text = as_json(lab.measure(options.small), options.name)
     # What is written is what is judged.
     wrong = lab.check(json.loads(text))
-    write(out, text, lab.plot(json.loads(text)))
+    page = lab.page(json.loads(text)) if hasattr(lab, "page") else None
+    written = write(out, text, lab.plot(json.loads(text)), page)
     if options.json:
         verdict = {"lab": options.name, "claim": lab.CLAIM, "holds": not wrong}
         more = {"contradictions": wrong, "out": str(out), "numbers": json.loads(text)}
         print(json.dumps(verdict | more))
     else:
-        print("\n".join([lab.CLAIM, *verdict_lines(wrong), f"{out}/numbers.json, {out}/plot.svg"]))
+        print("\n".join([lab.CLAIM, *verdict_lines(wrong), ", ".join(map(str, written))]))
     return 1 if wrong else 0
 
 
@@ -115,17 +117,22 @@ def as_json(numbers: dict[str, Any], name: str) -> str:
         raise StepwellError(f"lab {name}: its numbers are no JSON: {error}") from error
 
 
-def write(folder: Path, numbers: str, plot: Figure) -> None:
-    """numbers.json and plot.svg, each whole or untouched; the same numbers give the same bytes."""
+def write(folder: Path, numbers: str, plot: Figure, page: str | None) -> list[Path]:
+    """numbers.json, plot.svg and page.html, each whole or untouched; the same numbers give the same
+    bytes."""
     import matplotlib
 
     with clean_disk_errors(folder):
-        temporary = folder / f".plot.svg.{os.getpid()}"
+        temporary, written = folder / f".plot.svg.{os.getpid()}", []
         try:
             with matplotlib.rc_context({"svg.hashsalt": "stepwell"}):
                 plot.savefig(temporary, format="svg", metadata={"Date": None})
             os.replace(temporary, folder / "plot.svg")
-            temporary.write_text(numbers, "utf-8")
-            os.replace(temporary, folder / "numbers.json")
+            for name, text in (("page.html", page), ("numbers.json", numbers)):
+                if text is not None:
+                    temporary.write_text(text, "utf-8")
+                    os.replace(temporary, folder / name)
+                    written.insert(0, folder / name)
         finally:
             temporary.unlink(missing_ok=True)
+    return [written[0], folder / "plot.svg", *written[1:]]

@@ -68,7 +68,7 @@ def _of_search(answer: Searched) -> dict[str, Any]:
     if answer.explanation.scenarios:
         tables.append(_scenarios(answer))
     tables += [_knobs(answer.knobs), _traffic(best), _frontier(answer), _looked_at(answer)]
-    found = _common(best, task, task.dims.name, tables)
+    found = of_candidate(best, task, task.dims.name, tables)
     found["reasons"] = answer.explanation.reasons
     if answer.training_tokens:
         whole = training(best, answer.training_tokens)
@@ -81,7 +81,7 @@ def _of_search(answer: Searched) -> dict[str, Any]:
 
 def _of_review(answer: Review) -> dict[str, Any]:
     tables = [*_gap(answer.gap), _knobs(answer.knobs), _traffic(answer.candidate)]
-    return _common(answer.candidate, answer.task, answer.run.name, tables)
+    return of_candidate(answer.candidate, answer.task, answer.run.name, tables)
 
 
 def _gap(found: Gap | None) -> list[Rows]:
@@ -108,7 +108,8 @@ def _compared(found: Gap) -> list[Rows]:
     ]
 
 
-def _common(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:
+def of_candidate(best: Candidate, task: Task, name: str, tables: Sequence[Rows]) -> dict[str, Any]:
+    """What every page of a layout has, for `filled`."""
     layout, cluster = best.layout, task.cluster
     has = cluster.accelerator.memory_bytes
     host, here = best.memory.host, best.headroom_bytes >= 0
