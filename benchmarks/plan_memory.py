@@ -6,7 +6,7 @@ python benchmarks/plan_memory.py [table.csv]
 import sys
 
 from stepwell.plan.calibration.memory import report
-from stepwell.plan.calibration.published import read_runs, shipped_table
+from stepwell.plan.calibration.table import read_runs, shipped_table
 
 if __name__ == "__main__":
     table = sys.argv[1] if len(sys.argv) > 1 else shipped_table()

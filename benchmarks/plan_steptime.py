@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from stepwell.plan.calibration.fit import report
-from stepwell.plan.calibration.published import read_runs, shipped_table
+from stepwell.plan.calibration.table import read_runs, shipped_table
 from stepwell.plan.calibration.validation import Prediction, error_lines, sweep_lines, validate
 
 # Well-known runs that are not in the shipped table, in its form.

@@ -54,9 +54,14 @@ class Interrupted(StepwellError):
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` for the closest option, or an empty string when none is close."""
-    close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    """`" (did you mean 'x'?)"` for the closest option, or an empty string when none is close.
+    Capitals do not count; what begins with the name is closest, of several the shortest."""
+    folded = {option.casefold(): option for option in options}
+    sought = name.casefold()
+    begun = [option for option in folded if len(sought) > 2 and option.startswith(sought)]
+    close = [min(begun, key=len)] if begun else []
+    close = close or difflib.get_close_matches(sought, folded, n=1, cutoff=0.5)
+    return f" (did you mean {folded[close[0]]!r}?)" if close else ""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from stepwell.commands.training import find_recipe
 from stepwell.config import Run
 from stepwell.hardware import device_kind
 from stepwell.parallel.rules import check_run
+from stepwell.plan.calibration.table import shipped_table
 from stepwell.plan.cluster import cluster
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import job_of
@@ -505,6 +506,14 @@ def test_a_table_of_runs_is_scored(capsys, tmp_path):
     code, _, err = run(capsys, "--validate", str(tmp_path / "none.csv"))
     assert code == 3
     assert "none.csv" in err
+    columns, *rows = shipped_table().read_text().splitlines()
+    good = next(row for row in rows if row.startswith("lf0001,"))
+    for row, exit_code in ((good, 0), (good.replace(",h100-sxm,", ",h100-sxn,"), 3)):
+        (tmp_path / "runs.csv").write_text(f"{columns}\n{row}\n")
+        code, out, _ = run(capsys, "--validate", str(tmp_path / "runs.csv"))
+        assert code == exit_code
+        assert ("furthest off in step time" in out) == (code == 0)
+        assert ("not used: unknown accelerator 'h100-sxn'" in out) == (code == 3)
 
 
 def test_no_torch():

@@ -38,7 +38,7 @@ from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.sections.methods import SampledMethod
 from stepwell.sections.model import ModelConfig
-from stepwell.types import ConfigError, StepwellError
+from stepwell.types import ConfigError, DataError, StepwellError
 
 if TYPE_CHECKING:
     from stepwell.plan.methods.evaluated import Evaluated
@@ -387,7 +387,7 @@ def _validate(asked: Asked) -> int:
 
     found = validate(asked.given["validate"])
     _print(asked, found)
-    return 0
+    return 0 if found.predictions else DataError.exit_code
 
 
 def _print(asked: Asked, answer: Any, assumed: Sequence[str] = ()) -> None:

@@ -14,7 +14,7 @@ from stepwell.plan.calibration.fit import (
     prior,
     weights,
 )
-from stepwell.plan.calibration.published import read_runs, shipped_table
+from stepwell.plan.calibration.table import read_runs, shipped_table
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.step import price
 from stepwell.types import DataError

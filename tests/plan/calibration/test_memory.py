@@ -12,7 +12,8 @@ from stepwell.plan.calibration.memory import (
     predicted_bytes,
     report,
 )
-from stepwell.plan.calibration.published import Published, read_runs, shipped_table
+from stepwell.plan.calibration.published import Published
+from stepwell.plan.calibration.table import read_runs, shipped_table
 from stepwell.plan.cluster import cluster
 from stepwell.plan.footprint.coefficients import SHIPPED
 from stepwell.plan.footprint.footprint import footprint

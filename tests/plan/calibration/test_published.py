@@ -6,13 +6,9 @@ from dataclasses import replace
 import pytest
 
 from stepwell.hardware import GIB
-from stepwell.plan.calibration.published import (
-    network_bytes_per_s,
-    read_row,
-    read_runs,
-    read_table,
-    shipped_table,
-)
+from stepwell.plan.calibration.machines import network_bytes_per_s
+from stepwell.plan.calibration.published import read_row
+from stepwell.plan.calibration.table import read_runs, read_table, shipped_table
 from stepwell.plan.cluster import GBIT
 from stepwell.types import DataError
 
@@ -92,7 +88,7 @@ def test_memory_is_in_gib(rows):
 
 @pytest.mark.parametrize(
     ("change", "rows_of_micro_batch"),
-    [({}, 4), ({"tp": "8", "pp": "8"}, 1), ({"global_batch_sequences": "512"}, 1)],
+    [({}, 4), ({"tp": "8", "pp": "8", "dp": "8"}, 1), ({"global_batch_sequences": "512"}, 1)],
 )
 def test_a_micro_batch_that_is_not_printed(rows, change, rows_of_micro_batch):
     run = read_row(rows["lf0001"] | {"micro_batch": ""} | change, "x")
@@ -138,7 +134,7 @@ def test_optional_columns_may_be_missing(rows, tmp_path):
         ({"n_layers": "1.5"}, "n_layers='1.5' is not a whole number"),
         ({"d_model": ""}, "d_model is not printed"),
         ({"tp": "3"}, "n_gpus=512 is no multiple of tp x pp x cp = 3"),
-        ({"precision": "fp9"}, "precision='fp9' is unknown"),
+        ({"precision": "fp9"}, "precision='fp9' is none of bf16, fp16"),
         ({"precision": ""}, "no precision printed"),
         ({"global_batch_sequences": "4097"}, "no multiple of micro_batch x dp"),
         ({"gpu": "h100-sxn"}, "unknown accelerator 'h100-sxn'"),

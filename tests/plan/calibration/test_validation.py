@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.plan.calibration.published import read_runs, shipped_ids, shipped_table
+from stepwell.plan.calibration.table import read_runs, shipped_ids, shipped_table
 from stepwell.plan.calibration.validation import (
     Errors,
     errors,
@@ -130,6 +130,11 @@ def test_what_is_printed_adds_up(whole):
     assert "d_model is not printed" in text
     assert f"{len(whole.predictions)} of them are rows that the coefficients were fitted to" in text
     assert "megatron-bridge-cards" in text
+    assert "assumed: no micro_batch: one row in a pipeline, else up to four: 18 rows" in text
+    worst = max(found["rows"], key=lambda row: abs(row["step_error"] or 0))
+    assert f"  {worst['id']} " in text.partition("furthest off in step time")[2].splitlines()[1]
+    heaviest = max(found["rows"], key=lambda row: abs(row["memory_error"] or 0))
+    assert f"  {heaviest['id']} " in text.partition("furthest off in memory")[2].splitlines()[1]
 
 
 def test_other_coefficients_are_scored_as_well(runs):

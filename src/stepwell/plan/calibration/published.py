@@ -1,38 +1,47 @@
 """Runs that others have measured and published, as jobs of the planner. No torch.
 
-The table's form is that of `data/published_runs.csv` (docs/planner-calibration.md): one measured
-run a row, an empty cell where its source prints nothing. A row that cannot be used is
-kept with the reason; nothing is guessed that would decide the step time, except what `_job` says.
+One measured run a row (`plan/calibration/table`), an empty cell where its source prints nothing.
+Nothing is guessed that would decide the step time, except what `Published.assumed` says.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from stepwell.hardware import GIB
+from stepwell.plan.calibration.cells import (
+    Cells,
+    choice,
+    count,
+    optional,
+    optional_choice,
+    optional_count,
+    optional_flag,
+)
+from stepwell.plan.calibration.checks import check_dims, check_layout, check_measured
+from stepwell.plan.calibration.facts import PROGRAMS, with_facts
 from stepwell.plan.calibration.habits import habits
-from stepwell.plan.cluster import GBIT, Cluster, cluster
+from stepwell.plan.calibration.machines import machines_of, unknown_network
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, Program, Recompute
-from stepwell.types import ConfigError, DataError, nearest
+from stepwell.types import DataError
 
-REQUIRED = (
-    "id", "model_name", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "mlp_kind",
-    "vocab", "seq_len", "gpu", "n_gpus", "tp", "pp", "cp", "ep", "micro_batch",
-    "global_batch_sequences", "precision", "activation_checkpointing", "attention",
+# Columns that are looked at where they are there, beside those of `plan/calibration/facts`.
+OPTIONAL = (
+    "n_params_total", "n_params_active", "n_experts", "top_k", "interconnect", "gpus_per_node",
+    "sp", "vpp", "dp", "zero_stage", "mem_kind", "notes", "source_key", "model_family", "workload",
+    "fit", "quality", "config_key",
 )  # fmt: skip
 MEASURED = ("step_time_s", "tokens_per_s_per_gpu", "peak_mem_gib")
 # Of no use alone: which FLOPs a source counts is not in the table.
 RATES = ("tflops_per_gpu", "mfu_pct")
-# Other programs' names of devices whose own name is not in `hardware`.
-ALIASES = {"blackwell-184gib": "gb200"}
+MEASURED_AS = ("reserved", "allocated", "active", "nvidia-smi")
+WORKLOADS = ("pretrain", "sft", "lora")
+ATTENTION = ("flash", "no-flash", "sdpa/flex", "sdpa", "flex")
+RECOMPUTE = ("none", "selective", "full", "every")
 # Of the same three matrices, whatever the gate.
 GATED = ("swiglu", "geglu", "reglu")
 # Words of notes that say that element-wise operations are fused (a compiler, or fused kernels), and
@@ -41,9 +50,6 @@ FUSED = r"\bcompile|JAX|XLA|TE[;+ ]|Megatron"
 NATIVE = r"JAX|XLA|TE[;+ ]|Megatron|cuDNN"
 # Mean width of keys (192) and values (128) of a head of latent attention (DeepSeek-V2, 2405.04434).
 LATENT_DIM = 160
-# Of Omni-Path's rate, what rings get, over what they get of other networks' (55 of 400 Gbit/s a
-# machine: bigscience, experiments/bandwidth/README.md).
-OMNI_PATH = 0.18
 # Of adapters whose rank is not printed: 16 on every matrix of a 7B is .5 %.
 ADAPTER_SHARE = 0.005
 
@@ -67,7 +73,8 @@ class Published:
     """A measured run. step_s: measured, or what follows from the one rate that was; None where only
     memory was. peak_bytes is what mem_kind says. fits: False where it ran out of memory. family,
     source_key: what cross-validation leaves out whole. config_key: rows with the same one repeat a
-    measurement. recompute_known: the source prints what is recomputed."""
+    measurement. recompute_known: the source prints what is recomputed. assumed: what was taken
+    where it prints nothing, or nothing that is understood."""
 
     row_id: str
     job: Job
@@ -83,191 +90,129 @@ class Published:
     precision: str
     recompute_known: bool
     notes: str
+    assumed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Table:
-    """`skipped`: row id -> why it cannot be used."""
-
-    runs: tuple[Published, ...]
-    skipped: dict[str, str]
-
-    def reasons(self) -> dict[str, int]:
-        """Reason -> number of rows; values in reasons are left out, so that like adds up. `skipped`
-        has them whole."""
-        return dict(Counter(re.sub(r"'[^']*'", "…", why) for why in self.skipped.values()))
-
-
-def shipped_table() -> Path:
-    """The table that the planner's coefficients were fitted to."""
-    return Path(
-        str(resources.files("stepwell.plan.calibration").joinpath("data", "published_runs.csv"))
-    )
-
-
-def shipped_ids() -> set[str]:
-    with open(shipped_table(), newline="", encoding="utf-8") as file:
-        return {row["id"] for row in csv.DictReader(file)}
-
-
-def read_table(path: str | Path) -> Table:
-    """Raises DataError if the file is not there, is not text, or lacks columns, naming them."""
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            columns = reader.fieldnames or ()
-            rows = list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a table: {error}") from error
-    missing = [name for name in REQUIRED if name not in columns]
-    if missing:
-        named = ", ".join(f"{name}{nearest(name, columns)}" for name in missing)
-        raise DataError(f"{path} lacks the columns {named}")
-    if not any(name in columns for name in MEASURED):
-        raise DataError(f"{path} has no measured column: one of {', '.join(MEASURED)} is needed")
-    runs, skipped = [], {}
-    for number, row in enumerate(rows, 2):
-        row_id = (row.get("id") or "").strip() or f"line {number}"
-        if row_id in skipped or any(run.row_id == row_id for run in runs):
-            row_id = f"{row_id} (line {number})"
-        try:
-            runs.append(read_row(row, row_id))
-        except (ConfigError, DataError) as error:
-            skipped[row_id] = str(error)
-    return Table(tuple(runs), skipped)
-
-
-def read_runs(path: str | Path) -> list[Published]:
-    """The rows of `read_table` that can be used."""
-    return list(read_table(path).runs)
-
-
-def read_row(row: dict[str, Any], row_id: str) -> Published:
+def read_row(cells: Cells, row_id: str) -> Published:
     """Raises DataError or ConfigError with the reason if the row cannot be used."""
-    cells = {k: (v or "").strip() for k, v in row.items() if isinstance(k, str)}
     job = _job(cells)
-    fit = cells.get("fit", "") or "ok"
-    memory = _optional(cells, "peak_mem_gib")
-    step = _step_s(cells, job)
-    if step is None and memory is None and fit != "OOM":
+    fits = optional_choice(cells, "fit", ("ok", "OOM")) != "OOM"
+    memory, step = optional(cells, "peak_mem_gib"), _step_s(cells, job)
+    if step is not None and not fits:
+        raise DataError("fit=OOM, and yet a step was measured")
+    if step is None and memory is None and fits:
         alone = [name for name in RATES if cells.get(name)]
         why = f"{alone[0]} alone says no time" if alone else f"no {', '.join(MEASURED)} printed"
         raise DataError(why)
+    # The tools that measure count in units of 1,024, whatever they are called when printed. (Where
+    # InternEvo prints "GB", weights of 40.2e9 bytes are 39.)
+    peak_bytes = None if memory is None else memory * GIB
+    check_measured(job, step, peak_bytes)
     return Published(
         row_id=row_id,
         job=job,
         step_s=step,
-        peak_bytes=None if memory is None else memory * _memory_unit(cells),
+        peak_bytes=peak_bytes,
         mem_kind=cells.get("mem_kind", ""),
-        fits=fit != "OOM",
+        fits=fits,
         source_key=cells.get("source_key") or cells.get("source") or "unnamed",
         family=cells.get("model_family") or cells["model_name"],
         config_key=cells.get("config_key") or row_id,
-        quality=cells.get("quality") or "A",
-        workload=cells.get("workload") or "pretrain",
-        precision=cells["precision"],
+        quality=optional_choice(cells, "quality", ("A", "B")) or "A",
+        workload=optional_choice(cells, "workload", WORKLOADS) or "pretrain",
+        precision=choice(cells, "precision", PRECISIONS),
         recompute_known=bool(cells["activation_checkpointing"]),
         notes=cells.get("notes", ""),
+        assumed=tuple(_assumed(cells, job)),
     )
 
 
-# --- cells -----------------------------------------------------------------------------------
-
-
-def _number(cells: dict[str, str], name: str) -> float:
-    text = cells.get(name, "")
-    if not text:
-        raise DataError(f"{name} is not printed")
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise DataError(f"{name}={text!r} is not a number") from error
-    if not 0 < value < float("inf"):
-        raise DataError(f"{name}={text!r} must be above 0")
-    return value
-
-
-def _count(cells: dict[str, str], name: str) -> int:
-    value = _number(cells, name)
-    if value != int(value):
-        raise DataError(f"{name}={cells[name]!r} is not a whole number")
-    return int(value)
-
-
-def _optional(cells: dict[str, str], name: str) -> float | None:
-    return _number(cells, name) if cells.get(name) else None
-
-
-def _choice(cells: dict[str, str], name: str, known: Iterable[str]) -> str:
-    text = cells[name]
-    if text not in known:
-        what = f"{name}={text!r} is unknown{nearest(text, known)}" if text else f"no {name} printed"
-        raise DataError(what)
-    return text
-
-
-def _step_s(cells: dict[str, str], job: Job) -> float | None:
+def _step_s(cells: Cells, job: Job) -> float | None:
     """Of several printed figures one: the others follow from it."""
-    if (step := _optional(cells, "step_time_s")) is not None:
-        return step
-    layout = job.layout
-    if (rate := _optional(cells, "tokens_per_s_per_gpu")) is not None:
-        return layout.global_batch_tokens / rate / layout.num_gpus
-    return None
+    step, rate = optional(cells, "step_time_s"), optional(cells, "tokens_per_s_per_gpu")
+    if step is None and rate is not None:
+        return job.layout.global_batch_tokens / rate / job.layout.num_gpus
+    return step
 
 
-def _memory_unit(cells: dict[str, str]) -> float:
-    """The tools that measure count in units of 1,024, whatever they are called when printed. (Where
-    InternEvo prints "GB", weights of 40.2e9 bytes are 39.)"""
-    return float(GIB)
+def _assumed(cells: Cells, job: Job) -> Iterator[str]:
+    layout, machines = job.layout, job.cluster
+    if not cells["micro_batch"]:
+        yield "no micro_batch: one row in a pipeline, else up to four"
+    if not cells["activation_checkpointing"]:
+        yield "no activation_checkpointing: its program's default"
+    if not cells["attention"]:
+        yield "no attention: flash"
+    if not cells.get("zero_stage") and layout.data_ranks > 1:
+        yield "no zero_stage: 1"
+    if cells.get("zero_stage", "").casefold() == "hsdp" and layout.dp_replicate == 1:
+        yield "zero_stage=hsdp without its group: all data ranks shard"
+    if not cells.get("sp") and layout.tp > 1:
+        yield "no sp: tensor ranks divide tokens"
+    if not cells.get("vpp") and layout.pp > 1:
+        yield "no vpp: one stage a rank"
+    if not cells.get("gpus_per_node") and layout.num_gpus > machines.gpus_per_node:
+        yield f"no gpus_per_node: {machines.name}'s usual {machines.gpus_per_node}"
+    if network := unknown_network(cells, machines):
+        yield network
+    kind = cells.get("mem_kind", "")
+    if cells.get("peak_mem_gib") and not any(words in kind for words in MEASURED_AS):
+        yield f"mem_kind={kind!r}: taken as nvidia-smi's"
 
 
 # --- model -----------------------------------------------------------------------------------
 
 
-def _dims(cells: dict[str, str]) -> Dims:
-    width, heads = _count(cells, "d_model"), _count(cells, "n_heads")
-    printed = re.search(r"head_dim (\d+)", cells.get("notes", ""))
-    kind = _choice(cells, "mlp_kind", (*GATED, "gelu", "squared_relu"))
+def _dims(cells: Cells) -> Dims:
+    width, heads = count(cells, "d_model"), count(cells, "n_heads")
+    head_dim = optional_count(cells, "head_dim") or _in_notes(r"head_dim (\d+)", cells)
+    kind = choice(cells, "mlp_kind", (*GATED, "gelu", "squared_relu"))
     kind = "swiglu" if kind in GATED else kind
-    d_ff = _count(cells, "d_ff")
     dims = Dims(
         name=cells["model_name"],
-        num_layers=_count(cells, "n_layers"),
+        num_layers=count(cells, "n_layers"),
         d_model=width,
         num_heads=heads,
-        num_kv_heads=_count(cells, "n_kv_heads"),
-        head_dim=int(printed.group(1)) if printed else width // heads,
-        d_ff=d_ff,
-        vocab_size=_count(cells, "vocab"),
+        num_kv_heads=count(cells, "n_kv_heads"),
+        head_dim=head_dim or max(1, width // heads),
+        d_ff=count(cells, "d_ff"),
+        vocab_size=count(cells, "vocab"),
         mlp=kind,  # type: ignore[arg-type]
     )
     if kind == "gelu":
-        dims = replace(dims, learned_positions=_count(cells, "seq_len"))
+        dims = replace(dims, learned_positions=count(cells, "seq_len"))
     if "MLA" in cells.get("notes", ""):
         dims = replace(dims, score_dim=LATENT_DIM)
     if cells.get("n_experts"):
-        return _with_experts(dims, cells)
-    return _tied_by_size(dims, _optional(cells, "n_params_total"))
+        dims = _with_experts(dims, cells)
+    elif cells.get("top_k"):
+        raise DataError(f"top_k={cells['top_k']!r} without n_experts")
+    else:
+        dims = _tied_by_size(dims, optional(cells, "n_params_total"))
+    if (tied := optional_flag(cells, "tied")) is not None:
+        dims = replace(dims, tied=tied)
+    check_dims(dims, head_dim is not None)
+    return dims
 
 
-def _with_experts(dims: Dims, cells: dict[str, str]) -> Dims:
-    """Experts that see every token are in the notes, or follow from the active parameters. Dense
-    layers are as wide as the experts that a token meets."""
-    experts = Experts(_count(cells, "n_experts"), _count(cells, "top_k"), dims.d_ff)
-    notes = cells.get("notes", "")
-    shared = re.search(r"(\d+) shared expert", notes)
-    dense = re.search(r"(\d+) dense layer", notes)
+def _in_notes(pattern: str, cells: Cells) -> int | None:
+    found = re.search(pattern, cells.get("notes", ""))
+    return int(found.group(1)) if found else None
+
+
+def _with_experts(dims: Dims, cells: Cells) -> Dims:
+    """Experts that see every token are printed, or follow from the active parameters. Dense layers
+    are as wide as the experts that a token meets."""
+    experts = Experts(count(cells, "n_experts"), count(cells, "top_k"), dims.d_ff)
+    shared = optional_count(cells, "n_shared_experts") or _in_notes(r"(\d+) shared expert", cells)
+    dense = optional_count(cells, "n_dense_layers") or _in_notes(r"(\d+) dense layer", cells)
     dims = replace(dims, experts=experts)
-    active = _optional(cells, "n_params_active")
-    if shared:
-        experts = replace(experts, num_shared=int(shared.group(1)))
-    elif active:
+    active = optional(cells, "n_params_active")
+    if shared is None and active:
         one = dims.num_layers * dims.mlp_parameters(dims.d_ff)
         missing = round((active - dims.parameters(active=True)) / one)
-        experts = replace(experts, num_shared=min(max(0, missing), 4))
-    if dense and int(dense.group(1)) < dims.num_layers:
-        experts = replace(experts, num_dense_layers=int(dense.group(1)))
+        shared = min(max(0, missing), 4)
+    experts = replace(experts, num_shared=shared or 0, num_dense_layers=dense or 0)
     return replace(dims, experts=experts, d_ff=dims.d_ff * (experts.top_k + experts.num_shared))
 
 
@@ -282,40 +227,35 @@ def _tied_by_size(dims: Dims, total: float | None) -> Dims:
 # --- layout ----------------------------------------------------------------------------------
 
 
-def _job(cells: dict[str, str]) -> Job:
+def _job(cells: Cells) -> Job:
     """Where a source prints nothing: the optimiser is sharded among data ranks (zero 1), a
     micro-batch is `_usual_rows`, sequence parallelism goes with tensor ranks, recomputation is its
     program's default (`plan/calibration/habits`)."""
     notes = cells.get("notes", "")
-    dims, machines = _dims(cells), _cluster(cells)
-    num_gpus = _count(cells, "n_gpus")
-    tp, pp, cp, ep = (_count(cells, name) for name in ("tp", "pp", "cp", "ep"))
-    if num_gpus % (tp * pp * cp):
-        raise DataError(f"n_gpus={num_gpus} is no multiple of tp x pp x cp = {tp * pp * cp}")
-    dp = num_gpus // (tp * pp * cp)
+    dims, machines = _dims(cells), machines_of(cells)
+    dp = _data_ranks(cells)
+    tp, pp, cp, ep = (count(cells, name) for name in ("tp", "pp", "cp", "ep"))
     zero, shard = _zero(cells, dp)
-    batch = _count(cells, "global_batch_sequences")
-    rows = _count(cells, "micro_batch") if cells["micro_batch"] else _usual_rows(batch, dp, pp)
-    if batch < rows * dp and batch % dp == 0:
-        rows = batch // dp
+    batch = count(cells, "global_batch_sequences")
+    rows = optional_count(cells, "micro_batch") or _usual_rows(batch, dp, pp)
     if batch % (rows * dp):
         raise DataError(f"global batch '{batch}' is no multiple of micro_batch x dp '{rows * dp}'")
-    precision, recipe = PRECISIONS[_choice(cells, "precision", PRECISIONS)]
-    device = machines.accelerator
-    # What has a rate on the device only under another name computes in 16 bits.
-    device.peak_flops_per_s(precision)
-    program, flash = _program(cells, zero), cells["attention"] != "no-flash"
-    megatron = program == "megatron"
+    precision, recipe = PRECISIONS[choice(cells, "precision", PRECISIONS)]
+    program = _program(cells, zero)
+    attention = optional_choice(cells, "attention", ATTENTION) or "flash"
+    sequence = optional_flag(cells, "sp")
+    megatron, flash = program == "megatron", attention != "no-flash"
+    stages = _stages_per_rank(cells, pp)
     layout = Arrangement(
-        seq_len=_count(cells, "seq_len"),
+        seq_len=count(cells, "seq_len"),
         micro_batch_rows=rows,
         global_batch_rows=batch,
         tp=tp,
-        sequence_parallel=cells.get("sp", "").lower() != "false" and tp > 1,
+        sequence_parallel=sequence is not False and tp > 1,
         cp=cp,
         pp=pp,
-        stages_per_rank=int(_optional(cells, "vpp") or 1) if pp > 1 else 1,
-        schedule="interleaved-1f1b" if pp > 1 and (_optional(cells, "vpp") or 1) > 1 else "1f1b",
+        stages_per_rank=stages,
+        schedule="interleaved-1f1b" if stages > 1 else "1f1b",
         dp_replicate=dp // shard,
         dp_shard=shard,
         ep=ep,
@@ -327,19 +267,39 @@ def _job(cells: dict[str, str]) -> Job:
         flash=flash,
         compiled=megatron or bool(re.search(FUSED, notes)),
         offload_activations="activation CPU offload" in notes or "checkpoint-in-cpu Y" in notes,
-        overlap_tp="AsyncTP" in notes
-        or (megatron and flash and cells.get("sp", "").lower() == "true"),
+        overlap_tp="AsyncTP" in notes or (megatron and flash and sequence is True),
         overlap_ep="all-to-all overlap on" in notes,
         overlap_data=flash,
         attention_kernel=_attention_kernel(megatron, notes),
         gradient_precision=_gradient_precision(notes, megatron and flash),
         state_precision="bf16" if "PURE" in notes else "fp32",
         program=program,
-        trained_share=ADAPTER_SHARE if cells.get("workload") == "lora" else 1.0,
+        trained_share=ADAPTER_SHARE if cells.get("workload", "").casefold() == "lora" else 1.0,
     )
     known = bool(cells["activation_checkpointing"])
     source = cells.get("source_key") or cells.get("source", "")
-    return Job(dims, habits(layout, dims, source, notes, known), machines)
+    layout = with_facts(habits(layout, dims, source, notes, known), cells)
+    job = Job(dims, layout, machines)
+    check_layout(job)
+    return job
+
+
+def _data_ranks(cells: Cells) -> int:
+    num_gpus = count(cells, "n_gpus")
+    others = math.prod(count(cells, name) for name in ("tp", "pp", "cp"))
+    if num_gpus % others:
+        raise DataError(f"n_gpus={num_gpus} is no multiple of tp x pp x cp = {others}")
+    dp, printed = num_gpus // others, optional_count(cells, "dp")
+    if printed not in (None, dp):
+        raise DataError(f"dp={printed} is not n_gpus / (tp x pp x cp) = {dp}")
+    return dp
+
+
+def _stages_per_rank(cells: Cells, pp: int) -> int:
+    stages = optional_count(cells, "vpp") or 1
+    if pp == 1 and stages > 1:
+        raise DataError(f"vpp={stages} is of a pipeline, and pp=1 has none")
+    return stages
 
 
 def _usual_rows(batch: int, dp: int, pp: int) -> int:
@@ -348,30 +308,30 @@ def _usual_rows(batch: int, dp: int, pp: int) -> int:
     return 1 if pp > 1 else math.gcd(4, max(1, batch // dp))
 
 
-def _zero(cells: dict[str, str], dp: int) -> tuple[int, int]:
-    """The stage, and how many ranks shard: all data ranks unless the notes name a group."""
+def _zero(cells: Cells, dp: int) -> tuple[int, int]:
+    """The stage, and how many ranks shard: all data ranks unless a group is named."""
     text = cells.get("zero_stage", "").removesuffix(".0") or "1"
-    named = re.search(
-        r"(?:ZeRO-1|FSDP) group (\d+)|sharded over groups of (\d+)", cells.get("notes", "")
-    )
-    group = int(next(g for g in named.groups() if g)) if named else dp
-    zero = 3 if text == "hsdp" else int(_choice({"zero_stage": text}, "zero_stage", "0123"))
-    return zero, group if 0 < group <= dp and dp % group == 0 else dp
+    kind = choice({"zero_stage": text}, "zero_stage", ("0", "1", "2", "3", "hsdp"))
+    group = optional_count(cells, "shard_group")
+    for words in (r"(?:ZeRO-1|FSDP) group (\d+)", r"sharded over groups of (\d+)"):
+        group = group or _in_notes(words, cells)
+    if group and dp % group:
+        raise DataError(f"groups of {group} ranks that shard do not divide the {dp} data ranks")
+    return 3 if kind == "hsdp" else int(kind), group or dp
 
 
-def _recompute(cells: dict[str, str]) -> Recompute:
-    printed = cells["activation_checkpointing"]
-    if not printed:
-        return "none"
-    _choice(cells, "activation_checkpointing", ("none", "selective", "full"))
-    if "every-other-layer" in cells.get("notes", ""):
+def _recompute(cells: Cells) -> Recompute:
+    printed = optional_choice(cells, "activation_checkpointing", RECOMPUTE) or "none"
+    if printed != "none" and "every-other-layer" in cells.get("notes", ""):
         return "every"
     return printed  # type: ignore[return-value]
 
 
-def _program(cells: dict[str, str], zero: int) -> Program:
+def _program(cells: Cells, zero: int) -> Program:
     """Whose habits: Megatron's for model parallelism and its sharded optimiser, else FSDP's; the
     notes may name Megatron where gradients are divided, too."""
+    if (printed := optional_choice(cells, "program", PROGRAMS)) is not None:
+        return printed  # type: ignore[return-value]
     if cells.get("zero_stage", "") in ("2", "2.0") and re.search(
         r"\bMegatron\b", cells.get("notes", "")
     ):
@@ -388,37 +348,3 @@ def _attention_kernel(megatron: bool, notes: str) -> Literal["native", "older", 
     if "triton/flash" in notes or "triton attention" in notes:
         return "triton"
     return "native" if megatron or re.search(NATIVE, notes) else "older"
-
-
-# --- machines --------------------------------------------------------------------------------
-
-
-def _cluster(cells: dict[str, str]) -> Cluster:
-    name = cells["gpu"]
-    machines = cluster(ALIASES.get(name, name))
-    given: dict[str, Any] = {}
-    if cells.get("gpus_per_node"):
-        per_node = _count(cells, "gpus_per_node")
-        given["gpus_per_node"] = per_node
-        if machines.scaleup_gpus == machines.gpus_per_node:
-            given["scaleup_gpus"] = per_node
-    network = network_bytes_per_s(cells.get("interconnect", ""), given.get("gpus_per_node", 8))
-    if network is not None:
-        given["network_bytes_per_s"] = network
-    return replace(machines, **given)
-
-
-def network_bytes_per_s(interconnect: str, gpus_per_node: int) -> float | None:
-    """Of one accelerator and direction, from words like "8x400 Gb/s IB per node"; None if they name
-    no rate. Omni-Path, without one: a link of 100 Gbit/s for each accelerator. Of Omni-Path's, what
-    compares with other networks'."""
-    reached = OMNI_PATH if "Omni-Path" in interconnect else 1.0
-    several = re.search(r"(\d+)x [^;]*?(\d+) ?Gb/s|(\d+)x(\d+) ?Gb/s", interconnect)
-    if several:
-        links, rate = (int(x) for x in several.groups() if x)
-        return reached * links * rate * GBIT / gpus_per_node
-    single = re.search(r"(\d+) ?Gb/s per (GPU|node)", interconnect)
-    if single:
-        share = 1 if single.group(2) == "GPU" else gpus_per_node
-        return reached * int(single.group(1)) * GBIT / share
-    return reached * 100 * GBIT if reached < 1 else None

@@ -3,16 +3,17 @@ layout is the fastest. No torch."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import correlation, median
 from typing import Any
 
 from stepwell.hardware import GIB
 from stepwell.plan.calibration.memory import predicted_bytes
-from stepwell.plan.calibration.published import Published, read_table, shipped_ids
+from stepwell.plan.calibration.published import Published
+from stepwell.plan.calibration.table import like, read_table, shipped_ids
 from stepwell.plan.footprint.footprint import fits, footprint
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.step import predict_step
@@ -20,6 +21,7 @@ from stepwell.types import ConfigError
 
 TOP = 3
 MOST_IDS = 5  # of rows with the same reason, by name
+NUM_WORST = 5  # rows that the text names; --json has all
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,13 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Validation:
-    """skipped: row -> why it could not be used; reasons: why -> how many."""
+    """skipped: row -> why it could not be used; reasons: why -> how many. unread: columns that
+    nothing looks at."""
 
     predictions: tuple[Prediction, ...]
     skipped: dict[str, str]
     reasons: dict[str, int]
+    unread: tuple[str, ...] = ()
 
     def step_errors(self, by: Callable[[Published], str] = lambda run: "all") -> dict[str, Errors]:
         return _grouped(self.predictions, by, lambda p: p.step_error)
@@ -84,12 +88,20 @@ class Validation:
     def sweeps(self) -> list[Sweep]:
         return sweeps([(p.run, p.step_s) for p in self.predictions])
 
+    def assumed(self) -> dict[str, int]:
+        """What was taken where rows say nothing, values left out -> in how many."""
+        return dict(Counter(like(what) for p in self.predictions for what in p.run.assumed))
+
+    def said_wrong(self) -> list[Prediction]:
+        """Of those that are asked whether they fit."""
+        return [p for p in self.predictions if _is_asked(p.run) and p.fits != p.run.fits]
+
     def fit_table(self) -> dict[str, int]:
         """Of runs that fitted and of those that ran out of memory, how many were predicted so; not
         of those that fitted with a recomputation that is not printed."""
         table = {"fits, right": 0, "fits, wrong": 0, "OOM, right": 0, "OOM, wrong": 0}
         for p in self.predictions:
-            if p.run.fits and not p.run.recompute_known:
+            if not _is_asked(p.run):
                 continue
             kind = "fits" if p.run.fits else "OOM"
             table[f"{kind}, {'right' if p.fits == p.run.fits else 'wrong'}"] += 1
@@ -100,6 +112,8 @@ class Validation:
             "num_rows": len(self.predictions) + len(self.skipped),
             "skipped": self.skipped,
             "reasons": self.reasons,
+            "assumed": self.assumed(),
+            "unread_columns": list(self.unread),
             "step_time": _plain(self.step_errors()),
             "step_time_by_source": _plain(self.step_errors(lambda r: r.source_key)),
             "step_time_by_gpu": _plain(self.step_errors(lambda r: r.job.cluster.name)),
@@ -115,6 +129,11 @@ class Validation:
     def lines(self) -> list[str]:
         found = [f"{len(self.predictions)} rows used, {len(self.skipped)} not"]
         found += _skipped_lines(self.skipped)
+        found += [f"  assumed: {what}: {n} rows" for what, n in sorted(self.assumed().items())]
+        if self.unread:
+            found.append(f"  columns that nothing reads: {', '.join(self.unread)}")
+        if not self.predictions:
+            return found
         known = shipped_ids() & {p.run.row_id for p in self.predictions}
         if known:
             found.append(
@@ -122,14 +141,22 @@ class Validation:
                 "are those of a fit, not of a prediction (docs/planner-calibration.md has the "
                 "errors of rows left out)"
             )
-        found += error_lines("step time", self.step_errors())
-        for name, by in GROUPS:
-            found += error_lines(f"step time by {name}", self.step_errors(by))
-        found += error_lines(
-            "peak memory by what was measured", self.memory_errors(lambda r: r.mem_kind)
-        )
+        if timed := self.step_errors():
+            found += error_lines("step time", timed)
+            for name, by in GROUPS:
+                found += error_lines(f"step time by {name}", self.step_errors(by))
+            found += worst_lines(self.predictions)
+        if held := self.memory_errors(lambda r: r.mem_kind):
+            found += error_lines("peak memory by what was measured", held)
+            found += worst_memory_lines(self.predictions)
         found += [f"fits / OOM: {', '.join(f'{k} {n}' for k, n in self.fit_table().items())}"]
+        if wrong := self.said_wrong():
+            found.append(f"  wrong: {_named([p.run.row_id for p in wrong])}")
         return found + sweep_lines(self.sweeps())
+
+
+def _is_asked(run: Published) -> bool:
+    return run.recompute_known or not run.fits
 
 
 GROUPS: tuple[tuple[str, Callable[[Published], str]], ...] = (
@@ -140,10 +167,11 @@ GROUPS: tuple[tuple[str, Callable[[Published], str]], ...] = (
 
 
 def validate(path: str | Path, coefficients: Coefficients = SHIPPED) -> Validation:
-    """Scores the planner on a table of measured runs (`plan/calibration/published` says in what
+    """Scores the planner on a table of measured runs (`plan/calibration/table` says in what
     form). Raises DataError for a table that cannot be read or lacks columns."""
     table = read_table(path)
-    return score(table.runs, coefficients, table.skipped, table.reasons())
+    found = score(table.runs, coefficients, table.skipped, table.reasons())
+    return replace(found, unread=table.unread)
 
 
 def score(
@@ -267,6 +295,7 @@ def _row(p: Prediction) -> dict[str, Any]:
         "memory_error": p.memory_error,
         "fits": p.fits,
         "measured_fits": run.fits,
+        "assumed": list(run.assumed),
     }
 
 
@@ -275,10 +304,40 @@ def _skipped_lines(skipped: dict[str, str]) -> list[str]:
     rows: dict[str, list[str]] = defaultdict(list)
     for row_id, why in skipped.items():
         rows[why].append(row_id)
+    return [f"  not used: {why}: {_named(ids)}" for why, ids in sorted(rows.items())]
+
+
+def _named(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else ""
+    return ", ".join(ids[:MOST_IDS]) + more
+
+
+def worst_lines(predictions: Iterable[Prediction]) -> list[str]:
+    """The rows whose step time is furthest off."""
+    errors = [(p.step_error, p) for p in predictions if p.step_error is not None]
     return [
-        f"  not used: {why}: {', '.join(ids[:MOST_IDS])}"
-        + (f" and {len(ids) - MOST_IDS} more" if len(ids) > MOST_IDS else "")
-        for why, ids in sorted(rows.items())
+        f"{'furthest off in step time':<44}{'predicted':>10}{'measured':>11}",
+        *(
+            f"  {p.run.row_id + ' ' + p.run.job.dims.name:<42}{p.step_s:>8.3g} s"
+            f"{p.run.step_s:>9.3g} s{100 * error:>+7.0f} %"
+            for error, p in sorted(errors, key=lambda pair: -abs(pair[0]))[:NUM_WORST]
+        ),
+    ]
+
+
+def worst_memory_lines(predictions: Iterable[Prediction]) -> list[str]:
+    errors = [
+        (p.memory_error, p, p.run.peak_bytes)
+        for p in predictions
+        if p.memory_error is not None and p.run.peak_bytes is not None
+    ]
+    return [
+        f"{'furthest off in memory, GiB':<44}{'predicted':>10}{'measured':>11}",
+        *(
+            f"  {p.run.row_id + ' ' + p.run.job.dims.name:<42}{p.peak_bytes / GIB:>10.1f}"
+            f"{measured / GIB:>11.1f}{100 * error:>+7.0f} %"
+            for error, p, measured in sorted(errors, key=lambda one: -abs(one[0]))[:NUM_WORST]
+        ),
     ]
 
 

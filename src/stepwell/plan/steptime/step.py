@@ -441,19 +441,17 @@ def _step_time(
     job: Job, work: Work, parts: dict[str, float], recomputed: dict[str, float]
 ) -> StepTime:
     layout, dims = job.layout, job.dims
-    device = job.cluster.accelerator
     tokens = layout.global_batch_tokens
     matrices, attention = flops_per_token(dims, layout.seq_len)
     scale = tokens / layout.num_gpus
     share = {"none": 0.0, "selective": 0.0, "budget": 0.5}.get(layout.recompute, 1.0)
     if layout.recompute == "every":
         share = sum(recomputed_of_ranks(dims, layout)) / dims.num_layers
-    trained = 3.0 if layout.trained_share > 0.5 else 2.0
-    model = (trained * matrices + 3 * attention) * scale
+    products, scores = _useful_flops(job)
+    model = products + scores
     head = 2.0 * dims.embedding_parameters
     more = share * (matrices - head + attention) * scale
-    bits = {"fp8": 4 if layout.recipe == "nvfp4" else 8, "fp32": 32}.get(layout.precision, 16)
-    top = peak(device, bits)
+    top = _peak(job)
     return StepTime(
         parts=parts,
         model_flops=model,
@@ -461,10 +459,31 @@ def _step_time(
         peak_flops_per_s=top,
         tokens=tokens,
         num_gpus=layout.num_gpus,
-        product_peak_s=trained * matrices * scale / top,
-        attention_peak_s=3 * attention * scale / top,
+        product_peak_s=products / top,
+        attention_peak_s=scores / top,
         recomputed=recomputed,
     )
+
+
+def least_step_s(job: Job) -> float:
+    """Seconds of the useful products at the datasheet's peak: no step is faster."""
+    return sum(_useful_flops(job)) / _peak(job)
+
+
+def _useful_flops(job: Job) -> tuple[float, float]:
+    """Of a GPU and step: the matrices' and attention's. What is frozen has no weight gradients."""
+    layout = job.layout
+    matrices, attention = flops_per_token(job.dims, layout.seq_len)
+    scale = layout.global_batch_tokens / layout.num_gpus
+    trained = 3.0 if layout.trained_share > 0.5 else 2.0
+    return trained * matrices * scale, 3 * attention * scale
+
+
+def _peak(job: Job) -> float:
+    """FLOP/s by the datasheet, in the run's precision."""
+    layout = job.layout
+    bits = {"fp8": 4 if layout.recipe == "nvfp4" else 8, "fp32": 32}.get(layout.precision, 16)
+    return peak(job.cluster.accelerator, bits)
 
 
 def flops_per_token(dims: Dims, seq_len: int) -> tuple[float, float]:
