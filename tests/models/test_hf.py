@@ -228,6 +228,7 @@ def test_absent_keys_mean_what_transformers_takes_them_for(architecture):
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn'"),
@@ -236,6 +237,10 @@ def test_absent_keys_mean_what_transformers_takes_them_for(architecture):
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map"),
+        ({"model_type": ["llama"]}, "'llama'"),
+        ({"rope_scaling": 8}, "rope_scaling=8 must be a table"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list of names"),
+        ({"max_window_layers": "21"}, "max_window_layers='21' must be a whole number"),
         ({"hidden_size": None}, "hidden_size"),
         ({"hidden_size": 577}, "hidden_size=577"),
         ({"num_key_value_heads": 4}, "num_kv_heads=4"),
@@ -519,6 +524,19 @@ def test_export_with_tokenizer_and_eos_ids_works_in_transformers(tmp_path):
             tokenizer=tmp_path / "tokenizer",
         )
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "bpe.json"])
+def test_a_tokenizer_named_by_its_file_keeps_what_tells_of_it(name, tmp_path):
+    tokenizer = Tokenizer.train(["one two three, 123 four five"] * 4, 290)
+    tokenizer.save(tmp_path / "tokenizer")
+    file = (tmp_path / "tokenizer" / "tokenizer.json").rename(tmp_path / "tokenizer" / name)
+    out = tmp_path / "out"
+    save_hf(out, TINY, random_state().items(), torch.float32, tokenizer=file)
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    assert theirs.eos_token_id == tokenizer.eos_id
+    assert theirs.chat_template == tokenizer.chat_template
+    assert Tokenizer.load(out).chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ from stepwell.models.hf_config import config_from_hf, config_to_hf, hf_name, our
 from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError, nearest
 
+# What `Tokenizer.load` reads beside a tokenizer.json, whatever that is called.
+TOKENIZER_NOTES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
+    *TOKENIZER_NOTES,
     "added_tokens.json",
-    "chat_template.jinja",
     "vocab.json",
     "merges.txt",
 )
@@ -258,8 +258,8 @@ def save_hf(
     """Writes a folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
 
     state: (our name, full tensor) in any order, written as they come: one is in memory at a time.
-    tokenizer: a folder with a tokenizer.json (or that file), copied; special_tokens: names that
-    its files give instead, e.g. {"pad_token": "<|pad|>"}. The folder appears whole or not at all;
+    tokenizer: a folder with a tokenizer.json (or that file), copied with what tells of it beside
+    it; special_tokens: names that its files give instead, e.g. {"pad_token": "<|pad|>"}. The folder appears whole or not at all;
     an earlier export there is replaced only with `overwrite`.
     scored: a model with a score alone is loaded by AutoModelForSequenceClassification, or that for
     tokens. notes: further values for config.json.
@@ -297,10 +297,11 @@ def _one_or_list(ids: Sequence[int]) -> int | list[int] | None:
 
 
 def _copy_tokenizer(source: Path, target: Path, vocab_size: int) -> None:
+    folder = source.parent if source.is_file() else source
+    names = TOKENIZER_FILES if source in (folder, folder / "tokenizer.json") else TOKENIZER_NOTES
+    source_files = {name: folder / name for name in names if (folder / name).is_file()}
     if source.is_file():
-        source_files = {"tokenizer.json": source}
-    else:
-        source_files = {n: source / n for n in TOKENIZER_FILES if (source / n).is_file()}
+        source_files["tokenizer.json"] = source
     if "tokenizer.json" not in source_files:
         raise CheckpointError(f"{source} holds no tokenizer.json")
     values = _read_json(source_files["tokenizer.json"])

@@ -54,6 +54,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention_bias": ((None, False), "only qwen2 has attention biases, on q, k and v"),
     "mlp_bias": ((None, False), "the MLP has no biases"),
     "attention_dropout": ((None, 0, 0.0), "attention has no dropout; the nearest value is 0.0"),
+    "is_causal": ((None, True), "a token never sees what comes after it"),
     "partial_rotary_factor": ((None, 1, 1.0), "RoPE rotates the whole head"),
     "quantization_config": ((None,), "weights must be stored in floating point"),
     "auto_map": ((None,), "code that a checkpoint carries is never run"),
@@ -86,12 +87,14 @@ def config_from_hf(values: Mapping[str, Any], where: str = "config.json") -> Mod
     Raises ConfigError that names an architecture or a feature that this decoder does not have.
     """
     family = values.get("model_type")
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ConfigError(
             f"{where}: model_type {family!r} is not supported{nearest(str(family), ARCHITECTURES)};"
             f" supported: {', '.join(ARCHITECTURES)}"
         )
     check_sizes(values, where)
+    check_sizes(values, where, ("max_window_layers",), least=0)
+    _check_kinds(values, where)
     head, num_labels = _head_from_hf(family, values, where)
     for key, (legal, why) in REFUSED.items():
         if values.get(key) not in legal:
@@ -143,6 +146,17 @@ def check_sizes(
         if type(value) is int:
             rule = f"must be at least {least}; the nearest legal value is {least}"
         raise ConfigError(f"{where}: {key}={value!r} {rule}")
+
+
+def _check_kinds(values: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a table or a list of names that is none."""
+    for key in ("rope_scaling", "rope_parameters", "id2label"):
+        if not isinstance(values.get(key) or {}, Mapping):
+            raise ConfigError(f"{where}: {key}={values[key]!r} must be a table, or null")
+    for key in ("architectures", "layer_types"):
+        value = values.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{where}: {key}={value!r} must be a list of names, or null")
 
 
 def check_heads(values: Mapping[str, Any], where: str) -> None:
