@@ -19,7 +19,7 @@ from typing import NamedTuple
 from stepwell.hardware import GIB
 from stepwell.plan.calibration.published import Published
 from stepwell.plan.footprint.coefficients import SHIPPED, MemoryCoefficients
-from stepwell.plan.footprint.footprint import fits, footprint
+from stepwell.plan.footprint.footprint import footprint, headroom
 
 # Where the fit may look: buffers of a communicator as NCCL has them (some ten connections a
 # channel, 12 to 24 channels, 4 MiB and more each), and a share.
@@ -67,15 +67,17 @@ def memory_error(
     return _score(errors)
 
 
+def has_room(run: Published, coefficients: MemoryCoefficients = SHIPPED) -> bool:
+    """On its GPUs; what memory the machines had is not printed."""
+    held = footprint(run.job, None, coefficients)
+    return headroom(held, run.job.cluster, coefficients) >= 0
+
+
 def fit_errors(runs: Iterable[Published], coefficients: MemoryCoefficients = SHIPPED) -> FitScore:
     """Whether the runs fitted, predicted and observed."""
     runs = list(runs)
     asked = [run for run in runs if run.recompute_known or not run.fits]
-    wrong = [
-        run.row_id
-        for run in asked
-        if fits(footprint(run.job, None, coefficients), run.job.cluster, coefficients) != run.fits
-    ]
+    wrong = [run.row_id for run in asked if has_room(run, coefficients) != run.fits]
     num_fit = sum(run.fits for run in asked)
     return FitScore(num_fit, len(asked) - num_fit, len(runs) - len(asked), tuple(wrong))
 

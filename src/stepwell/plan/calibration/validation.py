@@ -11,10 +11,9 @@ from statistics import correlation, median
 from typing import Any
 
 from stepwell.hardware import GIB
-from stepwell.plan.calibration.memory import predicted_bytes
+from stepwell.plan.calibration.memory import has_room, predicted_bytes
 from stepwell.plan.calibration.published import Published
 from stepwell.plan.calibration.table import like, read_table, shipped_ids
-from stepwell.plan.footprint.footprint import fits, footprint
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.step import predict_step
 from stepwell.types import ConfigError
@@ -193,13 +192,12 @@ def score(
 
 def _predict(run: Published, coefficients: Coefficients) -> Prediction:
     step = predict_step(run.job, coefficients)
-    held = footprint(run.job)
     return Prediction(
         run=run,
         step_s=step.total_s,
         mfu=step.mfu,
         peak_bytes=predicted_bytes(run),
-        fits=fits(held, run.job.cluster),
+        fits=has_room(run),
     )
 
 
