@@ -220,6 +220,7 @@ def test_a_model_is_searched_and_explained(capsys, tmp_path):
     said = re.search(r"([\d.]+) GiB a GPU.*\n# ([\d.]+) GiB of them are", recipe.read_text("utf-8"))
     assert said is not None
     assert float(said[2]) < float(said[1])
+    assert re.search(r"norms [\d.]+ \w+, attention [\d.]+ \w+, mlp [\d.]+", out)
     assert "</html>" in page.read_text("utf-8")
     assert main(["pretrain", str(recipe), "--check"]) == 0
     device = "a CPU" if device_kind() == "cpu" else "a GPU"
@@ -471,6 +472,11 @@ def test_memory_is_shown_of_the_rank_that_is_named(capsys, num_layers):
     for name, num_bytes in ledgers[most].items.named().items():
         assert found["memory/items"].get(name, 0) == num_bytes
     held = footprint(job_of(configured, 2, cluster("h100-sxm")), most)
+    modules = found["memory/activations"]
+    assert sum(modules.values()) == pytest.approx(found["memory/items"]["activations"], abs=2)
+    for name in ("norms", "attention", "mlp"):
+        assert modules[name] > 0
+        assert modules[name] == pytest.approx(held.items[name], rel=0.01)
     assert found["memory/items"]["fragmentation"] == round(held.fragmentation)
     assert f"phase on pipeline rank {most}" in run(capsys, *words)[1]
 

@@ -11,7 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepwell.hardware import GIB
-from stepwell.plan.explain.answer import Review, Searched, memory_items, traffic_json, training
+from stepwell.plan.explain.answer import (
+    Review,
+    Searched,
+    activation_items,
+    memory_items,
+    traffic_json,
+    training,
+)
 from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import (
     change_text,
@@ -297,6 +304,10 @@ def memory_table(found: Candidate) -> Table:
             continue
         bar = "#" * round(40 * num_bytes / total)
         table.add_row(name.replace("_", " "), size_text(num_bytes), bar)
+        if name == "activations":
+            modules = activation_items(found).items()
+            of = ", ".join(f"{module} {size_text(n)}" for module, n in modules if n)
+            table.add_row("", "", f"{of} ({recompute_text(found.layout)})")
     if found.exact:
         tensors = size_text(found.exact.peak_bytes)
         table.add_row("tensors of these", tensors, "as `stepwell pretrain --check` says on a GPU")

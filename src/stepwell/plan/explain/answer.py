@@ -20,6 +20,9 @@ from stepwell.plan.search.runs import settings_of, short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, waterfall
 
+MODULES = ("norms", "attention", "mlp")
+BETWEEN = "between blocks"
+
 
 @dataclass(frozen=True)
 class Searched:
@@ -88,6 +91,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
     if full:
         values |= {
             "memory/items": {k: round(n) for k, n in memory_items(found).items()},
+            "memory/activations": {k: round(n) for k, n in activation_items(found).items()},
             "host": found.memory.host.as_json(),
             "memory/phase": found.exact.phase if found.exact else found.memory.phase,
             "memory/pp_rank": found.memory.pp_rank,
@@ -123,6 +127,21 @@ def memory_items(found: Candidate) -> dict[str, float]:
         "driver and libraries": held.context,
         "communicators": held.communicators,
     }
+
+
+def activation_items(found: Candidate) -> dict[str, float]:
+    """Bytes of activations by module, which add up to those of `memory_items`. The closed form says
+    which module keeps what under the layout's recomputation, the engine's ledger how much there is
+    in all."""
+    held = found.memory
+    modules = {name: held.items.get(name, 0.0) for name in MODULES}
+    if found.exact is None:
+        return {**modules, BETWEEN: held.items.get("residual", 0.0)}
+    there, all_of_them = found.exact.items.activations, sum(modules.values())
+    alike = held.phase == found.exact.phase and all_of_them <= there
+    share = 1.0 if alike or not all_of_them else there / all_of_them
+    modules = {name: share * n for name, n in modules.items()}
+    return {**modules, BETWEEN: max(0.0, there - sum(modules.values()))}
 
 
 def traffic_json(found: Candidate) -> list[dict[str, Any]]:
