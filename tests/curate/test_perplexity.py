@@ -1,6 +1,7 @@
 """Scores of a small model that has learnt one text."""
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -134,6 +135,18 @@ def test_what_it_has_learnt_scores_better_and_runs_are_read(model, tmp_path):
     for place in (folder, folder / "checkpoints" / "step-00000030"):
         known, unknown = column(Perplexity(model=str(place)), TEXT, TEXT[::-1])
         assert known < 0.8 * unknown
+
+
+def test_a_model_that_is_written_anew_is_read_anew(model, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    before = column(Perplexity(model=str(folder)), TEXT)
+    tokenizer = Tokenizer.load(model)
+    cfg = config(vocab_size=tokenizer.vocab_size)
+    shutil.rmtree(folder)
+    save_hf(folder, cfg, random_decoder(cfg, seed=1).state_dict().items(), torch.float32,
+            tokenizer=model)  # fmt: skip
+    assert column(Perplexity(model=str(folder)), TEXT) != before
 
 
 def test_what_does_not_fit_is_refused(model, tmp_path):

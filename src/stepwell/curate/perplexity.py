@@ -13,6 +13,7 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from stepwell.data.batches import Outcome, texts_of, with_column
+from stepwell.data.files import stamp
 from stepwell.data.quality.perplexity import Limit, out_of_limits
 from stepwell.data.quality.verdicts import Verdict, drop
 from stepwell.data.steps import DocumentStep
@@ -121,14 +122,10 @@ class Scorer:
         return min(length, self.seq_len)
 
 
-@lru_cache(maxsize=2)
 def load_scorer(model: str, tokenizer: str | None, dtype: str, seq_len: int | None) -> Scorer:
     """Raises CheckpointError where there is no model or no tokenizer, and ConfigError for a
     tokenizer or a seq_len that doesn't fit the model."""
-    from stepwell.config import Run
     from stepwell.train.checkpoint import is_run, latest
-    from stepwell.train.engine import Engine
-    from stepwell.train.weights import initial_weights, read_model
 
     folder = Path(model)
     if is_run(folder):
@@ -136,6 +133,18 @@ def load_scorer(model: str, tokenizer: str | None, dtype: str, seq_len: int | No
         if last is None:
             raise CheckpointError(f"{model} holds no finished checkpoint")
         folder = last
+    stamps = (stamp(folder), stamp(tokenizer) if tokenizer else ())
+    return _load_scorer(folder, tokenizer, dtype, seq_len, stamps)
+
+
+@lru_cache(maxsize=2)
+def _load_scorer(
+    folder: Path, tokenizer: str | None, dtype: str, seq_len: int | None, _stamps: object
+) -> Scorer:
+    from stepwell.config import Run
+    from stepwell.train.engine import Engine
+    from stepwell.train.weights import initial_weights, read_model
+
     cfg = read_model(str(folder))
     if seq_len is not None and seq_len > cfg.max_seq_len:
         raise ConfigError(

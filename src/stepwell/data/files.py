@@ -78,6 +78,15 @@ def remove_leftovers(target: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def stamp(path: str | Path) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of change of a file, or of what lies in a folder; nothing where there
+    is none. What is kept in memory of them must be read anew when this changes."""
+    path = Path(path)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    states = [(file.name, file.stat()) for file in files if file.exists()]
+    return tuple((name, state.st_size, state.st_mtime_ns) for name, state in states)
+
+
 def file_sha256(path: str | Path) -> str:
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

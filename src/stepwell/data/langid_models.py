@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from stepwell.data.files import stamp
 from stepwell.types import ConfigError, DataError
 
 LANE_BYTES = 256
@@ -69,14 +70,13 @@ def _two_letters(code: str) -> str:
     return langcodes.Language.get(code).language or code
 
 
-@lru_cache(maxsize=4)
 def load_model(model: str) -> Predictor:
     """`py3langid`, or the path of a fastText model (a file, or a folder that holds model.bin).
 
     Raises ConfigError for a path where there is none, DataError for a file that is none.
     """
     if model == "py3langid":
-        return ByteNgrams.load()
+        return _load_model(None, ())
     path = Path(model)
     path = path / "model.bin" if path.is_dir() else path
     if not path.is_file():
@@ -84,7 +84,12 @@ def load_model(model: str) -> Predictor:
             f"there is no language model {path}; model is 'py3langid' or the path of a fastText "
             "model such as lid.176.bin"
         )
-    return FastText.load(path)
+    return _load_model(path, stamp(path))
+
+
+@lru_cache(maxsize=4)
+def _load_model(path: Path | None, _stamp: object) -> Predictor:
+    return ByteNgrams.load() if path is None else FastText.load(path)
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,9 @@ def test_an_embedder_of_ones_own(tmp_path):
         load_embedder(str(tmp_path))
     save_file({"embeddings": np.ascontiguousarray(vectors[:, :8])}, tmp_path / "model.safetensors")
     assert load_embedder(str(tmp_path)).num_dimensions == 8
+    save_file({"embeddings": np.ascontiguousarray(vectors[:, :4])}, tmp_path / "model.safetensors")
+    assert load_embedder(str(tmp_path)).num_dimensions == 4
+    save_file({"embeddings": np.ascontiguousarray(vectors[:, :8])}, tmp_path / "model.safetensors")
     docs = documents_of(RIVER, BAKERY, AGAIN)
     assert list(run_step(SemanticDedup(embedder=str(tmp_path), survivor=()), docs).kept) == [
         "s/0000",

@@ -114,8 +114,10 @@ def test_knobs_of_lines(line, knobs):
 
 def test_bad_words_by_list(tmp_path):
     path = tmp_path / "words.txt"
-    path.write_text("damn\nvery bad\n\n", "utf-8")
     limits = C4(bad_words=str(path))
+    path.write_text("apples\n")
+    clean_page(GOOD, limits)
+    path.write_text("damn\nvery bad\n\n", "utf-8")  # what was read before counts no more
     assert clean_page(GOOD, limits).verdict is None
     assert clean_page(GOOD + "\nIt is a damned thing.", limits).verdict is None
     for line in ("This is a DAMN thing.", "It is very bad."):

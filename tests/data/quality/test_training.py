@@ -163,8 +163,11 @@ def test_damaged_models_are_refused(trained, tmp_path):
         read_classifier(str(tmp_path / "none"))
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
+    assert load_classifier(str(copy)) is load_classifier(str(copy))
     with (copy / "model.bin").open("ab") as file:
         file.write(b"x")
+    with pytest.raises(DataError, match="another sha256"):
+        load_classifier(str(copy))
     with pytest.raises(DataError, match="another sha256"):
         read_classifier(str(copy))
     (copy / "card.json").write_text(json.dumps({**card, "format": 2}))

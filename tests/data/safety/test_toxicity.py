@@ -116,6 +116,16 @@ def test_the_audit_masks_words():
     assert "heck" not in text
 
 
+def test_a_list_that_is_written_anew_is_read_anew(tmp_path):
+    path = tmp_path / "en.txt"
+    path.write_text("heck\n")
+    assert read_lists(str(tmp_path))["en"].words == {"heck"}
+    assert read_lists(str(tmp_path)) is read_lists(str(tmp_path))
+    path.write_text("darn\nheck\n")
+    assert read_lists(str(tmp_path))["en"].words == {"darn", "heck"}
+    assert read_lists(str(path))["en"].words == {"darn", "heck"}
+
+
 def test_lists_that_are_none(tmp_path, lists):
     with pytest.raises(ConfigError, match="there is no word list"):
         read_lists(str(tmp_path / "nowhere"))

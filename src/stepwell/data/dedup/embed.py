@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from stepwell.data.dedup.exact import normalise
+from stepwell.data.files import stamp
 from stepwell.types import ConfigError, DataError
 
 WORDLLAMA = "wordllama"
@@ -55,10 +56,14 @@ class StaticEmbedder:
         return ids[ids < len(self.vectors)]
 
 
-@lru_cache(maxsize=4)
 def load_embedder(name: str) -> StaticEmbedder:
     """WordLlama's, or the one in a folder. Raises ConfigError for a folder that holds none and
     where the package isn't installed."""
+    return _load_embedder(name, () if name == WORDLLAMA else stamp(name))
+
+
+@lru_cache(maxsize=4)
+def _load_embedder(name: str, _stamp: object) -> StaticEmbedder:
     if name == WORDLLAMA:
         spec = find_spec(WORDLLAMA)
         if spec is None or spec.origin is None:

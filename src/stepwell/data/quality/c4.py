@@ -21,6 +21,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from stepwell.data.batches import EDITS, Outcome, with_texts
+from stepwell.data.files import stamp
 from stepwell.data.quality.lines import (
     ASCII_SPACE,
     MAY_END_SPACE,
@@ -321,8 +322,13 @@ def kinds_of(line: str) -> bytes:
     return kinds.tobytes()
 
 
-@lru_cache(maxsize=8)
 def bad_words_pattern(path: str) -> re.Pattern[str]:
+    """Raises DataError for a list that can't be read or is empty."""
+    return _bad_words_pattern(path, stamp(path))
+
+
+@lru_cache(maxsize=8)
+def _bad_words_pattern(path: str, _stamp: object) -> re.Pattern[str]:
     try:
         words = [line.strip().lower() for line in Path(path).read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

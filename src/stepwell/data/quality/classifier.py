@@ -14,7 +14,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from stepwell.data.batches import Outcome, texts_of, with_column
-from stepwell.data.files import file_sha256
+from stepwell.data.files import file_sha256, stamp
 from stepwell.data.quality.labels import Label
 from stepwell.data.steps import DocumentStep
 from stepwell.types import DataError
@@ -74,9 +74,13 @@ class Classifier:
         return scores.astype(np.float32)
 
 
-@lru_cache(maxsize=4)
 def load_classifier(folder: str) -> Classifier:
-    """`read_classifier`, kept by the folder's name."""
+    """`read_classifier`, kept as long as the folder stays as it is."""
+    return _load_classifier(folder, stamp(folder))
+
+
+@lru_cache(maxsize=4)
+def _load_classifier(folder: str, _stamp: object) -> Classifier:
     return read_classifier(folder)
 
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from stepwell.data.batches import Outcome, Removal, split, texts_of, with_column
+from stepwell.data.files import stamp
 from stepwell.data.quality.classifier import load_classifier
 from stepwell.data.steps import DocumentStep
 from stepwell.schema import Flag, Fraction, NonNegative
@@ -174,13 +175,17 @@ def _language_of(name: str) -> str:
     return code if 2 <= len(code) <= 3 and code.isalpha() else ""
 
 
-@lru_cache(maxsize=8)
 def read_lists(path: str, languages: tuple[str, ...] = ()) -> dict[str, WordList]:
     """The lists of a folder, or a single file's, by the file's name without its ending.
 
     Raises ConfigError for a path where there is none and for a language that the folder lacks,
     DataError for a file that is no list.
     """
+    return _read_lists(path, languages, stamp(path))
+
+
+@lru_cache(maxsize=8)
+def _read_lists(path: str, languages: tuple[str, ...], _stamp: object) -> dict[str, WordList]:
     place = Path(path)
     if place.is_file():
         files = [place]
