@@ -12,7 +12,7 @@ from stepwell.models.decode import DecodeWeights, decode_step, prefill
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import ConfigError
+from stepwell.types import ConfigError, TrainingError
 from tests.models.test_decode import config, random_decoder
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -311,6 +311,17 @@ def test_what_was_sampled_stays_as_it_was(decoder):
     assert got.logprobs[:3] == (-1.0, -2.0, -3.0)
     (longer,) = generate(weights, [Request(0, (5, 6, 9, 8, 7))], Sampling(max_new_tokens=3))
     assert got.token_ids[3:] == longer.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-42])
+def test_logits_that_are_not_finite_are_no_answer(decoder, temperature):
+    weights = pack(decoder, torch.float32)
+    if temperature in (0.0, 1.0):
+        weights = replace(weights, norm_D=torch.full_like(weights.norm_D, float("nan")))
+    with pytest.raises(TrainingError, match=r"request 7: token 1 .* not finite"):
+        generate(weights, [Request(7, (1, 2))], Sampling(temperature=temperature))
+    fine = generate(pack(decoder, torch.float32), [Request(7, (1, 2))], Sampling(temperature=1e-9))
+    assert fine[0].logprobs[0] == 0.0
 
 
 def test_what_cannot_be_is_refused(decoder):

@@ -13,6 +13,7 @@ fixed place of its slot, and each token takes one uniform number, a hash of (see
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from stepwell.models.decode import (
 )
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.types import Completion, ConfigError
+from stepwell.types import Completion, ConfigError, TrainingError
 
 ROW_MULTIPLE = 8  # below 8 rows CPU kernels for float32 sum in another order
 BLOCK = 64  # the distribution is searched by blocks of this many ids
@@ -137,7 +138,8 @@ def generate(
     2 * layers * kv_heads * head_dim * bytes for each of num_slots * (longest prompt + answer).
 
     A text ends at max_seq_len at the latest. Raises ConfigError for an empty prompt, one that
-    leaves no room in max_seq_len, ids outside the vocabulary and repeated request ids.
+    leaves no room in max_seq_len, ids outside the vocabulary and repeated request ids, and
+    TrainingError where the logits are not finite.
     """
     reports = stream(
         weights,
@@ -191,6 +193,8 @@ def stream(
             assert row is not None
             row.tokens.append(tokens[slot])
             row.logprobs.append(logprobs[slot])
+            if math.isnan(logprobs[slot]):
+                raise _not_finite(row, sampling)
             ended = None if any_fed and row.is_fed else _ended(row, sampling, tokenizer)
             if ended is not None:
                 done.append(_complete(row, *ended, policy_version))
@@ -239,6 +243,15 @@ class Snapshot:
             policy_version=self.version,
             every_tokens=every_tokens,
         )
+
+
+def _not_finite(row: _Row, sampling: Sampling) -> TrainingError:
+    place = f"request {row.request.id}: token {len(row.tokens)} of the answer has no probability"
+    return TrainingError(
+        f"{place}: logits / temperature={sampling.temperature:g} are not finite, so the weights "
+        "hold values that aren't, their activations overflow, or the temperature is too small "
+        "(0 is greedy)"
+    )
 
 
 def _feed(

@@ -8,6 +8,7 @@ def test_seeds_belong_to_the_prompt():
     assert answer_seeds(1, (5, 6), 3) == answer_seeds(1, (5, 6), 5)[:3]
     every = [answer_seeds(s, ids, 4) for s in (0, 1) for ids in ((5, 6), (6, 5), (5,), (5, 6, 0))]
     assert len({x for seeds in every for x in seeds}) == 32
+    assert answer_seeds(-1, (5, 6), 3) == answer_seeds(2**64 - 1, (5, 6), 3)
 
 
 def test_failures_are_no_wrong_answers():

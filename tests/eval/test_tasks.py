@@ -167,12 +167,13 @@ def test_load_choices_counts_what_is_broken(tmp_path: Path):
         '{"context": "a", "choices": ["x", "y"], "answer": true}\n'
         '{"context": "a", "choices": ["x"], "answer": 0}\n'
         '{"choices": ["x", "y"], "answer": 0}\n'
+        '{"context": "half a pair: \\ud800", "choices": ["x", "y"], "answer": 0}\n'
         "{broken\n",
         "utf-8",
     )
     items, dropped = load_choices(file)
     assert items == [MultipleChoice("a", (" x", " y"), 0)]
-    assert len(dropped) == 5
+    assert len(dropped) == 6
     file.write_text('{"context": 1}\n', "utf-8")
     with pytest.raises(DataError, match="no usable item"):
         load_choices(file)

@@ -39,8 +39,8 @@ class Prompt:
 
 def answer_seeds(seed: int, prompt_ids: Sequence[int], count: int) -> list[int]:
     """Seeds for `count` answers, drawn from (seed, prompt): the same wherever the prompt stands
-    in a list, and on whichever rank."""
-    entropy = np.random.SeedSequence([seed, len(prompt_ids), *prompt_ids])
+    in a list, and on whichever rank. A negative seed counts modulo 2**64, as in `uniforms`."""
+    entropy = np.random.SeedSequence([seed % 2**64, len(prompt_ids), *prompt_ids])
     return [int(s) for s in entropy.generate_state(count, np.uint64)]
 
 

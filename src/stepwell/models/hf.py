@@ -259,8 +259,8 @@ def save_hf(
 
     state: (our name, full tensor) in any order, written as they come: one is in memory at a time.
     tokenizer: a folder with a tokenizer.json (or that file), copied with what tells of it beside
-    it; special_tokens: names that its files give instead, e.g. {"pad_token": "<|pad|>"}. The folder appears whole or not at all;
-    an earlier export there is replaced only with `overwrite`.
+    it; special_tokens: names that its files give instead, e.g. {"pad_token": "<|pad|>"}. The
+    folder appears whole or not at all; an earlier export there is replaced only with `overwrite`.
     scored: a model with a score alone is loaded by AutoModelForSequenceClassification, or that for
     tokens. notes: further values for config.json.
 

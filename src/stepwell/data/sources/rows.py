@@ -246,7 +246,9 @@ def _json_records(path: Path) -> Iterator[Record | Dropped]:
         chunks = _checked_start(str(path), chunks_of(path))
         for number, line in enumerate(lines(chunks, 2**63), 1):
             content = line.content or b""
-            yield json_record(content, f"{path.name}:{number}", name, number == 1)
+            record = json_record(content, f"{path.name}:{number}", name, number == 1)
+            fault = _unwritable(content, record, name) if isinstance(record, Record) else None
+            yield fault or record
     except FileFault as fault:
         if fault.reason == "empty_file":
             raise
