@@ -28,12 +28,18 @@ from stepwell.plan.comms.weights import (
     reduced,
     root_weights,
 )
+from stepwell.plan.footprint.pieces import stages_of
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.memory.shards import Part
 from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
 Phase = Literal["forward", "backward", "optimizer", "pipeline"]
+# What of a layout decides which stages a pipeline rank has, and what they compute again.
+_OF_STAGES = (
+    *("pp", "stages_per_rank", "schedule", "stage_blocks", "program"),
+    *("recompute", "recompute_every"),
+)
 PRECISION_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}  # as sent
 
 
@@ -93,9 +99,10 @@ def collectives(job: Job, pp_rank: int | None = None) -> list[Sent]:
         )
     if pp_rank is not None:
         return _of_rank(job, pp_rank)
-    # Ranks with equal stages send the same.
-    distinct = {_shape(job, rank): rank for rank in reversed(range(layout.pp))}
-    found = [_of_rank(job, rank) for rank in distinct.values()]
+    ranks = _distinct_ranks(job)
+    found = [_of_rank(job, rank) for rank in ranks]
+    if len(ranks) == 1:
+        return found[0]
     return max(found, key=lambda sent: sum(one.calls * one.wire_bytes for one in sent))
 
 
@@ -132,7 +139,7 @@ def lines(sent: Iterable[Sent], cluster: Cluster) -> list[str]:
 @dataclass(frozen=True)
 class _Step:
     """What all parts of the ledger look at. parts: this rank's stages. m, N as above; a: bytes of
-    an activation, g: of a gradient as it is summed up."""
+    an activation, g: of a gradient as it is summed up. world: ranks of all axes together."""
 
     job: Job
     pp_rank: int
@@ -141,6 +148,7 @@ class _Step:
     N: int
     a: int
     g: int
+    world: int
     axes: Mapping[str, tuple[int, int]]
 
     @staticmethod
@@ -154,6 +162,7 @@ class _Step:
             N=layout.tokens_of_rank,
             a=PRECISION_BYTES[layout.precision],
             g=PRECISION_BYTES[layout.gradient_precision],
+            world=layout.num_gpus,
             axes=axes_of(layout),
         )
 
@@ -171,8 +180,11 @@ class _Step:
 
     @property
     def num_expert_blocks(self) -> int:
-        dense = self.dims.num_layers - self.dims.num_expert_layers
-        return sum(number >= dense for part in self.parts for number in part.blocks)
+        return _expert_blocks(self.dims, self.parts)
+
+    @property
+    def again(self) -> _Again:
+        return _recomputed(self.layout, self.parts)
 
     @property
     def first(self) -> bool:
@@ -191,15 +203,13 @@ class _Step:
         num_bytes: float,
         calls: int,
         ranks: tuple[int, int] | None = None,
-    ) -> Sent:
-        """ranks: (how many, stride) where the axis does not say it."""
+    ) -> Sent | None:
+        """ranks: (how many, stride) where the axis does not say it. None if nothing is sent."""
         num_ranks, stride = ranks or self.axes[axis]
-        size, world = int(num_bytes), self.layout.num_gpus
-        return Sent(kind, axis, purpose, phase, num_ranks, stride, size, calls, world)
-
-
-def axis_ranks(layout: Arrangement, axis: str) -> tuple[int, int]:
-    return axes_of(layout)[axis]
+        size = int(num_bytes)
+        if num_ranks == 1 or not calls or not size:
+            return None
+        return Sent(kind, axis, purpose, phase, num_ranks, stride, size, calls, self.world)
 
 
 def axes_of(layout: Arrangement) -> dict[str, tuple[int, int]]:
@@ -233,11 +243,31 @@ def _filled_up(wanted: int, pp: int, v: int, schedule: str) -> int:
     return next_micro_batches(wanted, ours)
 
 
-def _shape(job: Job, rank: int) -> tuple[object, ...]:
+def _distinct_ranks(job: Job) -> tuple[int, ...]:
+    """Of pipeline ranks that send the same the first, and on from the last of these."""
+    if job.layout.pp == 1:
+        return (0,)
+    asked = {name: getattr(job.layout, name) for name in _OF_STAGES}
+    layout = Arrangement(seq_len=1, micro_batch_rows=1, global_batch_rows=1, **asked)
+    return _distinct_of_stages(layout, job.dims)
+
+
+@lru_cache(maxsize=4096)
+def _distinct_of_stages(layout: Arrangement, dims: Dims) -> tuple[int, ...]:
+    found = {_shape(layout, dims, rank): rank for rank in reversed(range(layout.pp))}
+    return tuple(found.values())
+
+
+def _shape(layout: Arrangement, dims: Dims, rank: int) -> tuple[object, ...]:
     """What of a rank's stages decides over what it sends."""
-    step = _Step.of(job, rank)
-    shares = step.num_expert_blocks, _recomputed(step)
-    return shares, tuple((len(part.blocks), part.first, part.last) for part in step.parts)
+    parts = parts_of(layout, dims.num_layers, rank)
+    shares = _expert_blocks(dims, parts), _recomputed(layout, parts)
+    return shares, tuple((len(part.blocks), part.first, part.last) for part in parts)
+
+
+def _expert_blocks(dims: Dims, parts: Sequence[Part]) -> int:
+    dense = dims.num_layers - dims.num_expert_layers
+    return sum(max(0, part.blocks.stop - max(dense, part.blocks.start)) for part in parts)
 
 
 def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
@@ -253,11 +283,10 @@ def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
         _pipeline(step),
         _norms(step),
     ]
-    found = (sent for part in parts for sent in part)
-    return [one for one in found if one.num_ranks > 1 and one.calls and one.num_bytes]
+    return [sent for part in parts for sent in part if sent is not None]
 
 
-def _counts(step: _Step) -> Iterator[Sent]:
+def _counts(step: _Step) -> Iterator[Sent | None]:
     """Denominators, numbers of micro-batches and the step's sums: a few numbers each."""
     if step.layout.program != "stepwell":
         return
@@ -267,7 +296,7 @@ def _counts(step: _Step) -> Iterator[Sent]:
     yield step.one("all-reduce", "pp", "agree on shapes", "pipeline", 8 * 4, 1)
 
 
-def _norms(step: _Step) -> Iterator[Sent]:
+def _norms(step: _Step) -> Iterator[Sent | None]:
     """The gradient norm, and the guard's of the update: one number for each set of axes that
     divides parameters."""
     sets = 2 if step.layout.tp > 1 else 1
@@ -289,9 +318,9 @@ def _units(step: _Step) -> list[tuple[Sequence[Weight], int, bool]]:
     return [unit for unit in units if unit[0] and unit[1]]
 
 
-def _sharded_weights(step: _Step) -> Iterator[Sent]:
+def _sharded_weights(step: _Step) -> Iterator[Sent | None]:
     """FSDP2 by units (parallel.fsdp). Gradients wait whole in a pipeline, and are summed once."""
-    layout, t, (n, _) = step.layout, step.layout.tp, axis_ranks(step.layout, "dp_shard")
+    layout, t, (n, _) = step.layout, step.layout.tp, step.axes["dp_shard"]
     forward, backward, near = _gathers(step)
     reductions = step.m if layout.reduce_every_micro_batch and layout.pp == 1 else 1
     for weights, number, blocks in _units(step):
@@ -309,13 +338,13 @@ def _sharded_weights(step: _Step) -> Iterator[Sent]:
     yield from _routed_weights(step, forward + backward, reductions)
 
 
-def _whole_updates(step: _Step) -> Iterator[Sent]:
+def _whole_updates(step: _Step) -> Iterator[Sent | None]:
     """Ours makes a hidden matrix's update orthogonal on every rank, from the whole matrix
     (train/muon): shards of rows last where tensor ranks divide columns, else first."""
     layout = step.layout
     if layout.program != "stepwell" or layout.optimizer != "muon":
         return
-    t, (n, _), p = layout.tp, axis_ranks(layout, "dp_shard"), PRECISION_BYTES["fp32"]
+    t, (n, _), p = layout.tp, step.axes["dp_shard"], PRECISION_BYTES["fp32"]
     for weights, number, blocks in _units(step):
         for weight in weights if blocks else ():
             if len(weight.shape) != 2 or not weight.trained:
@@ -352,7 +381,7 @@ def _gathers(step: _Step) -> _Gathers:
     return _Gathers(m, 1, m - 1 if layout.reshard == "node" else 0)
 
 
-def _reduce(step: _Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent]:
+def _reduce(step: _Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent | None]:
     scatter = ("reduce-scatter", "dp_shard", "reduce gradients", "backward", num_bytes, scatters)
     yield step.one(*scatter)
     sum_up = ("all-reduce", "dp_replicate", "reduce gradients", "backward", num_bytes // n, sums)
@@ -361,7 +390,7 @@ def _reduce(step: _Step, num_bytes: int, n: int, scatters: int, sums: int) -> It
 
 def _near(step: _Step) -> tuple[int, int]:
     """The neighbours that keep a copy among them (parallel.fsdp)."""
-    n, stride = axis_ranks(step.layout, "dp_shard")
+    n, stride = step.axes["dp_shard"]
     on_node = max(1, step.job.cluster.gpus_per_node // step.layout.tp)
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= on_node), stride
 
@@ -373,7 +402,7 @@ def _routed(step: _Step) -> tuple[int, tuple[int, int]]:
     return expert_elements(step.dims) // layout.ep, (max(1, ranks // layout.ep), layout.ep)
 
 
-def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent]:
+def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent | None]:
     """Experts are sharded over the ranks that have the same ones."""
     elements, ranks = _routed(step)
     number, kind = step.num_expert_blocks, "reduce-scatter" if step.layout.zero else "all-reduce"
@@ -384,7 +413,7 @@ def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent
     yield step.one(kind, "edp", "reduce gradients", "backward", gradient, calls, ranks)
 
 
-def _distributed_optimizer(step: _Step) -> Iterator[Sent]:
+def _distributed_optimizer(step: _Step) -> Iterator[Sent | None]:
     """Megatron-LM sums gradients once a step, in a bucket; with its distributed optimiser (stage 1)
     each data rank steps a part and hands the weights out again. Data and context ranks together."""
     layout, routed = step.layout, step.num_expert_blocks
@@ -411,24 +440,24 @@ class _Again(NamedTuple):
     groups: int = 0
 
 
-def _recomputed(step: _Step) -> _Again:
-    """Of this rank's blocks. A budget's choice is not known here: as if it were "full"."""
-    mode, number = step.layout.recompute, step.num_blocks
-    if mode == "none" or (mode == "selective" and step.layout.program != "stepwell"):
+def _recomputed(layout: Arrangement, parts: Sequence[Part]) -> _Again:
+    """Of a rank's blocks. A budget's choice is not known here: as if it were "full"."""
+    mode, number = layout.recompute, sum(len(part.blocks) for part in parts)
+    if mode == "none" or (mode == "selective" and layout.program != "stepwell"):
         return _Again()
     if mode == "selective":
         return _Again(products=number)
     if mode == "every":
-        every = step.layout.recompute_every
-        chosen = sum(len(chosen_blocks(part.blocks, every)) for part in step.parts)
+        every = layout.recompute_every
+        chosen = sum(len(chosen_blocks(part.blocks, every)) for part in parts)
         return _Again(chosen, groups=chosen)
     if mode == "sqrt":
-        of_parts = (square_root_groups(p.blocks.start, p.blocks.stop) for p in step.parts)
+        of_parts = (square_root_groups(p.blocks.start, p.blocks.stop) for p in parts)
         return _Again(number, groups=sum(len(groups) for groups in of_parts))
     return _Again(number, groups=number)
 
 
-def _tensor(step: _Step) -> Iterator[Sent]:
+def _tensor(step: _Step) -> Iterator[Sent | None]:
     """Tokens are gathered before each sublayer and divided after it (2205.05198), the backward pass
     the other way round; without sequence parallelism each sublayer's sum goes to all (1909.08053).
     Megatron-LM gathers a third time, for the weights' gradients, which ours keeps."""
@@ -439,8 +468,8 @@ def _tensor(step: _Step) -> Iterator[Sent]:
     yield from _vocabulary(step)
 
 
-def _divided_tokens(step: _Step) -> Iterator[Sent]:
-    x, m, again = step.a * step.N * step.dims.d_model, step.m, _recomputed(step)
+def _divided_tokens(step: _Step) -> Iterator[Sent | None]:
+    x, m, again = step.a * step.N * step.dims.d_model, step.m, step.again
     ours, sublayers = step.layout.program == "stepwell", 2 * step.num_blocks
     trains_all = step.layout.adapters is None
     # Without gradients of the embedding, the first block's input needs none.
@@ -466,7 +495,7 @@ def _divided_tokens(step: _Step) -> Iterator[Sent]:
         yield from _row_lengths(step, again)
 
 
-def _partial_gradients(step: _Step) -> Iterator[Sent]:
+def _partial_gradients(step: _Step) -> Iterator[Sent | None]:
     """Weights that each rank uses in its own way, as norms of its tokens: at least in float32."""
     for weights, number, _ in _units(step):
         for weight in weights:
@@ -477,7 +506,7 @@ def _partial_gradients(step: _Step) -> Iterator[Sent]:
                 yield step.one("all-reduce", "tp", purpose, "backward", num_bytes, calls)
 
 
-def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent]:
+def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent | None]:
     """Of adapted matrices whose columns are divided (DoRA), in at least float32."""
     adapters = step.layout.adapters
     if adapters is None or not adapters.dora:
@@ -489,8 +518,8 @@ def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent]:
     yield step.one("all-reduce", "tp", "recompute", "backward", num_bytes, twice)
 
 
-def _summed_tokens(step: _Step) -> Iterator[Sent]:
-    x, m, again = step.a * step.N * step.dims.d_model, step.m, _recomputed(step)
+def _summed_tokens(step: _Step) -> Iterator[Sent | None]:
+    x, m, again = step.a * step.N * step.dims.d_model, step.m, step.again
     sublayers = 2 * step.num_blocks
     forward, backward = m * (sublayers + step.first), m * (sublayers + step.last)
     yield step.one("all-reduce", "tp", "sum tokens", "forward", x, forward)
@@ -498,7 +527,7 @@ def _summed_tokens(step: _Step) -> Iterator[Sent]:
     yield step.one("all-reduce", "tp", "recompute", "backward", x, m * 2 * again.blocks)
 
 
-def _vocabulary(step: _Step) -> Iterator[Sent]:
+def _vocabulary(step: _Step) -> Iterator[Sent | None]:
     """The loss over a divided vocabulary: ours gathers four numbers a token (models.logits),
     Megatron-LM sums three (the maximum, the target's logit, the sum of exponentials)."""
     if not step.last:
@@ -514,14 +543,14 @@ def _vocabulary(step: _Step) -> Iterator[Sent]:
         yield step.one("all-reduce", "tp", "loss", "forward", 4 * step.N, 3 * m)
 
 
-def _context(step: _Step) -> Iterator[Sent]:
+def _context(step: _Step) -> Iterator[Sent | None]:
     """Ring: keys and values go round once in each pass, their gradients (in float32) behind them.
     All-to-all: queries, keys and values for heads, and the output back."""
     layout, dims = step.layout, step.dims
     R, t = layout.cp, layout.tp
     if R == 1:
         return
-    m, n, again = step.m, step.N, _recomputed(step)
+    m, n, again = step.m, step.N, step.again
     passes = m * step.num_blocks
     heads, kv_heads = dims.num_heads // t, max(1, dims.num_kv_heads // t)
     if layout.cp_method == "ring":
@@ -543,7 +572,7 @@ def _context(step: _Step) -> Iterator[Sent]:
         yield step.one("all-to-all", "cp", "recompute", "backward", num_bytes, m * again.blocks)
 
 
-def _experts(step: _Step) -> Iterator[Sent]:
+def _experts(step: _Step) -> Iterator[Sent | None]:
     """Tokens go to their experts and come back, their gradients too."""
     layout, experts = step.layout, step.dims.experts
     if experts is None or layout.ep == 1:
@@ -551,14 +580,14 @@ def _experts(step: _Step) -> Iterator[Sent]:
     tokens = step.N // (layout.tp if layout.sequence_parallel else 1)
     x = step.a * tokens * experts.top_k * step.dims.d_model
     calls = step.m * step.num_expert_blocks
-    again = calls * _recomputed(step).blocks // max(step.num_blocks, 1)
+    again = calls * step.again.blocks // max(step.num_blocks, 1)
     for purpose in ("dispatch", "combine"):
         yield step.one("all-to-all", "ep", purpose, "forward", x, calls)
         yield step.one("all-to-all", "ep", purpose, "backward", x, calls)
         yield step.one("all-to-all", "ep", "recompute", "backward", x, again)
 
 
-def _pipeline(step: _Step) -> Iterator[Sent]:
+def _pipeline(step: _Step) -> Iterator[Sent | None]:
     """Activations to the next stage, their gradients back; of a tied embedding, the last stage's
     gradient to the first, and the weights back."""
     layout, dims = step.layout, step.dims
@@ -567,28 +596,27 @@ def _pipeline(step: _Step) -> Iterator[Sent]:
     divided = layout.tp if layout.sequence_parallel or layout.program == "megatron" else 1
     x, num_stages = step.a * step.N * dims.d_model // divided, layout.pp * layout.stages_per_rank
     ahead = behind = 0
-    for stage in range(num_stages):
-        if rank_of_stage(layout, stage) == step.pp_rank:
-            following, before = stage + 1, stage - 1
-            ahead += following < num_stages and (rank_of_stage(layout, following) != step.pp_rank)
-            behind += before >= 0 and rank_of_stage(layout, before) != step.pp_rank
+    for stage in stages_of(layout, step.pp_rank):
+        following, before = stage + 1, stage - 1
+        ahead += following < num_stages and rank_of_stage(layout, following) != step.pp_rank
+        behind += before >= 0 and rank_of_stage(layout, before) != step.pp_rank
     for kind, activations, gradients in (("send", ahead, behind), ("recv", behind, ahead)):
         yield step.one(kind, "pp", "activations", "pipeline", x, step.m * activations)
         yield step.one(kind, "pp", "gradients", "pipeline", x, step.m * gradients)
     yield from _tied_embedding(step)
 
 
-def _tied_embedding(step: _Step) -> Iterator[Sent]:
+def _tied_embedding(step: _Step) -> Iterator[Sent | None]:
     if not step.dims.tied or step.first == step.last or step.layout.adapters is not None:
         return
     words = Weight((step.dims.vocab_size, step.dims.d_model), 0)
     if step.layout.program == "megatron":
-        num_stages, stride = axis_ranks(step.layout, "pp")
+        num_stages, stride = step.axes["pp"]
         num_bytes, pair = step.g * words.padded(step.layout.tp, 1), (2, (num_stages - 1) * stride)
         entry = ("all-reduce", "pp", "tied embedding", "optimizer", num_bytes, 1, pair)
         yield step.one(*entry)
         return
-    n, _ = axis_ranks(step.layout, "dp_shard")
+    n, _ = step.axes["dp_shard"]
     num_bytes = PRECISION_BYTES[step.layout.state_precision] * words.padded(step.layout.tp, n) // n
     there, back = ("send", "recv") if step.last else ("recv", "send")
     yield step.one(there, "pp", "tied embedding", "optimizer", num_bytes, 1)
