@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepwell.data.files import SPARE_FILES, open_file_limit
 from stepwell.data.store import StoreWriter, TokenStore, build_store
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Document, Dropped
@@ -281,3 +282,29 @@ def test_the_fingerprint_goes_by_content(tmp_path):
     prints = [write("a", [1, 2]), write("b", [1, 3]), write("c", [1, 2], 0.0)]
     assert len(set(prints)) == 3
     assert write("d", [1, 2]) == prints[0]
+
+
+def test_more_shards_than_a_process_may_open_files(tmp_path):
+    with StoreWriter(tmp_path / "s", "print", 9, with_mask=True, shard_tokens=4) as writer:
+        for i in range(40):
+            writer.add([i % 9] * 4, [1] * 4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, hard))
+    try:
+        store = TokenStore.open(tmp_path / "s")
+        assert store.doc(39).tolist() == [3] * 4
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be():
+    least = 100 + SPARE_FILES
+    infinite = resource.RLIM_INFINITY
+    assert open_file_limit(100, least, 5000) == least
+    assert open_file_limit(100, least - 1, 5000) == least
+    assert open_file_limit(100, 10, least) == least
+    assert open_file_limit(100, 10, infinite) == least
+    assert open_file_limit(100, infinite, infinite) == infinite
+    with pytest.raises(DataError, match=rf"{least} files .* may have {least - 1}"):
+        open_file_limit(100, 10, least - 1)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from stepwell.types import DataError
+
+# Open at once beside those that are counted: logs, checkpoints, connections.
+SPARE_FILES = 256
 
 
 @contextmanager
@@ -76,6 +80,29 @@ def remove_leftovers(target: Path) -> None:
         pid = path.name.removeprefix(prefix)
         if pid.isdecimal() and int(pid) != os.getpid() and not _is_running(int(pid)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def allow_open_files(more: int) -> None:
+    """Lets this process have `more` files open beside those that it has. Raises DataError where the
+    system doesn't."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = open_file_limit(len(os.listdir("/dev/fd")) + more, soft, hard)
+    if limit != soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def open_file_limit(num_files: int, soft: int, hard: int) -> int:
+    """The limit that leaves SPARE_FILES beside num_files; `soft` where it does. Raises DataError
+    above `hard`."""
+    needed = num_files + SPARE_FILES
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return soft
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise DataError(
+            f"{needed:,} files would be open at once, and this process may have {hard:,}; raise "
+            f"the limit (ulimit -Hn {needed}), or write stores of fewer shards"
+        )
+    return needed
 
 
 def stamp(path: str | Path) -> tuple[tuple[str, int, int], ...]:

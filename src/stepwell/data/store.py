@@ -20,7 +20,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from stepwell.data.files import begin_folder, clean_disk_errors, finish_folder, sync
+from stepwell.data.files import (
+    allow_open_files,
+    begin_folder,
+    clean_disk_errors,
+    finish_folder,
+    sync,
+)
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import DataError, Document, Dropped
 
@@ -260,6 +266,8 @@ class TokenStore:
         self.with_scores: bool = manifest.get("with_scores", False)
         numbers = range(len(manifest["shards"]))
         dtype = np.dtype(manifest["dtype"])
+        # A map keeps its file open.
+        allow_open_files(len(manifest["files"]))
         self._tokens = [np.memmap(folder / f"tokens-{n:05d}.bin", dtype, "r") for n in numbers]
         self._starts = [
             np.memmap(folder / f"docs-{n:05d}.idx", np.int64, "r").view(np.ndarray) for n in numbers
