@@ -124,6 +124,11 @@ def test_eval_scores_texts_choices_and_answers(life, capsys):
     [
         ("eval rewarded", 2, "nothing to evaluate"),
         ("eval rewarded --prompts problems.jsonl --samples 2", 2, "set --temperature above 0"),
+        ("eval rewarded --prompts problems.jsonl --samples 0", 2, "--samples 0 must be at least 1"),
+        ("eval rewarded --prompts problems.jsonl --limit -1", 2, "--limit -1 must be at least 1"),
+        ("eval rewarded --text rows --limit 0", 2, "--limit 0 must be at least 1"),
+        ("score rewarded problems.jsonl --limit -1", 2, "--limit -1 must be at least 1"),
+        ("problems chain-sum --out y --seed -1", 2, "--seed -1 must be at least 0"),
         ("generate rewarded", 3, "there is no prompt"),
         ("generate nowhere --prompt x", 4, "'nowhere' holds no model"),
         ("generate rewarded --prompt x --temperature -1", 2, "temperature=-1.0"),

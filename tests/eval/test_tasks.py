@@ -159,6 +159,26 @@ def test_generate_and_match(engine, tokenizer):
         generate_and_match(engine, [], tokenizer, sampling, exact)
 
 
+def test_an_interval_is_about_the_accuracy_also_where_answers_have_no_score(engine, tokenizer):
+    """One prompt with a single scored answer, which is right, and one with four wrong ones."""
+    items = [Prompt(t, tuple(tokenizer.encode(t)), {"score": s}) for t, s in [("1", 1), ("2", 0)]]
+    seen: list[str] = []
+
+    def once(prompts, completions, score):
+        seen.append(prompts[0])
+        return [float(score[0]) if score[0] == 0 or seen.count(prompts[0]) == 1 else None]
+
+    sampling = Sampling(max_new_tokens=2)
+    result = generate_and_match(engine, items, tokenizer, sampling, once, 4)
+    assert result.means == (1.0, 0.0)
+    assert result.accuracy == 0.5
+    assert result.interval == (0.0, 1.0)
+    assert result.pass_at == {1: 0.0, 2: 0.0, 4: 0.0}
+    seen.clear()
+    partly = generate_and_match(engine, items[:1], tokenizer, sampling, once, 4)
+    assert (partly.accuracy, partly.pass_at) == (1.0, {})  # not nan, which JSON lacks
+
+
 def test_load_choices_counts_what_is_broken(tmp_path: Path):
     file = tmp_path / "items.jsonl"
     file.write_text(

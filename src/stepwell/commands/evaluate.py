@@ -13,6 +13,7 @@ from tyro.conf import Positional
 
 from stepwell.commands.inputs import (
     Model,
+    check_least,
     load_tokenizer,
     open_model,
     parse_options,
@@ -81,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if not (options.text or options.choices or options.prompts):
         raise ConfigError("nothing to evaluate: give --text, --choices or --prompts")
     check_used(options)
+    check_least(samples=options.samples, limit=options.limit, max_new_tokens=options.max_new_tokens)
     if options.samples > 1 and options.temperature == 0:
         raise ConfigError(
             f"--samples {options.samples} at --temperature 0 would be {options.samples} times the "

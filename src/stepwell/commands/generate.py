@@ -15,13 +15,14 @@ from tyro.conf import Positional
 from stepwell.commands.inputs import (
     Place,
     Texts,
+    check_least,
     counted,
     decode_weights,
     load_tokenizer,
     open_model,
     parse_options,
 )
-from stepwell.types import Completion, ConfigError, DataError
+from stepwell.types import Completion, DataError
 
 if TYPE_CHECKING:
     from stepwell.tokenizer import Tokenizer
@@ -69,10 +70,9 @@ class Generate:
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options("generate", Generate, argv)
+    check_least(samples=options.samples, batch_size=options.batch_size)
     from stepwell.generate import Request, Sampling, generate
 
-    if options.samples < 1 or options.batch_size < 1:
-        raise ConfigError("--samples and --batch-size must be at least 1")
     model = open_model(options.model, options.tokenizer)
     tokenizer = load_tokenizer(model)
     prompts = requested(options, tokenizer)

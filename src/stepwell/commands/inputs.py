@@ -16,7 +16,7 @@ import tyro
 
 from stepwell.config import Run
 from stepwell.sections.model import ModelConfig
-from stepwell.types import CheckpointError, DataError, Document, Dropped
+from stepwell.types import CheckpointError, ConfigError, DataError, Document, Dropped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,16 @@ def parse_options(name: str, options: type[Options], argv: Sequence[str]) -> Opt
         description=inspect.cleandoc(options.__doc__ or ""),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def check_least(least: int = 1, **options: int | None) -> None:
+    """Raises ConfigError for an option (by its name in Python) that is less; None is fine."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} must be at least {least}, the nearest legal "
+                "value"
+            )
 
 
 def counted(number: int, noun: str) -> str:

@@ -13,6 +13,7 @@ import tyro
 from stepwell.commands.inputs import (
     Model,
     Place,
+    check_least,
     counted,
     decode_weights,
     load_tokenizer,
@@ -107,14 +108,9 @@ def main(argv: Sequence[str]) -> int:
 
 def check(options: Pairs) -> None:
     """Raises ConfigError for options that cannot be."""
-    least = 1 if options.sft else 2
-    if options.num < least:
-        raise ConfigError(f"--num {options.num} must be at least {least}, the nearest legal value")
-    for name in ("most", "max_new_tokens", "batch_size", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value} must be at least 1, the nearest legal value")
+    check_least(1 if options.sft else 2, num=options.num)
+    names = ("most", "max_new_tokens", "batch_size", "limit")
+    check_least(**{name: getattr(options, name) for name in names})
     for name in ("timeout_s", "temperature"):
         value = getattr(options, name)
         if not value > 0:

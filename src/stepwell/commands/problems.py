@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from stepwell.commands.inputs import counted, parse_options
+from stepwell.commands.inputs import check_least, counted, parse_options
 from stepwell.commands.score import opened
 from stepwell.types import ConfigError
 
@@ -45,11 +45,8 @@ class Problems:
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options("problems", Problems, argv)
-    for name in ("sft", "prompts", "heldout"):
-        if getattr(options, name) < 0:
-            raise ConfigError(
-                f"--{name} {getattr(options, name)} must be at least 0, the nearest legal value"
-            )
+    names = ("sft", "prompts", "heldout", "seed")
+    check_least(0, **{name: getattr(options, name) for name in names})
     counts = {}
     for part, rows in rows_of(options).items():
         with opened(str(Path(options.out) / f"{part}.jsonl")) as file:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stepwell.commands.inputs import counted, parse_options
+from stepwell.commands.inputs import check_least, counted, parse_options
 from stepwell.types import Completion, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ def check(options: RewardTest) -> None:
             f"{options.source!r} is a reward model, whose scores are learnt: "
             "`stepwell score` scores rows with it"
         )
-    if options.limit is not None and options.limit < 1:
-        raise ConfigError(f"--limit {options.limit} must be at least 1, the nearest legal value")
+    check_least(limit=options.limit)
     if options.timeout_s <= 0:
         raise ConfigError(f"--timeout-s {options.timeout_s:g} must be above 0, e.g. 10")
 

@@ -12,7 +12,14 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
-from stepwell.commands.inputs import Place, counted, load_tokenizer, open_model, parse_options
+from stepwell.commands.inputs import (
+    Place,
+    check_least,
+    counted,
+    load_tokenizer,
+    open_model,
+    parse_options,
+)
 from stepwell.files import whole_file
 from stepwell.types import ConfigError, DataError, Dropped
 
@@ -61,6 +68,7 @@ class Score:
 
 def main(argv: Sequence[str]) -> int:
     options = parse_options("score", Score, argv)
+    check_least(limit=options.limit, seq_len=options.seq_len)
     import torch
 
     from stepwell.data.sources.rows import records

@@ -216,8 +216,9 @@ def generate_and_match(
     seed: int = 0,
     timeout_s: float = 10.0,
 ) -> Matches:
-    """Answers each prompt num_samples times and grades the answers. accuracy: the mean reward over
-    what was scored, with a bootstrap interval over the prompts; a reward of 1 counts for pass@k.
+    """Answers each prompt num_samples times and grades the answers. accuracy: the mean over prompts
+    of the mean reward of what was scored, with a bootstrap interval over the prompts; a reward of 1
+    counts for pass@k, which is left out where no prompt's every answer was scored.
 
     Raises DataError for no items, for items that lack a column of the verifier's, and when not one
     answer could be scored.
@@ -249,17 +250,17 @@ def generate_and_match(
     ]
     means = [score.accuracy(g) if any(r is not None for r in g) else None for g in groups]
     full = [[r for r in g if r is not None] for g in groups if None not in g]
+    sizes = {1, num_samples} | {2**i for i in range(num_samples.bit_length())} if full else set()
     failures = Counter(v.failure for v in verdicts if v.reward is None)
     return Matches(
-        accuracy=score.accuracy([v.reward for v in verdicts]),
+        accuracy=score.accuracy(means),
         interval=score.bootstrap_interval([m for m in means if m is not None]),
         means=tuple(means),
         pass_at={
             k: score.accuracy(
                 [score.pass_at_k(num_samples, sum(r >= 1 for r in g), k) for g in full]
             )
-            for k in sorted({1, num_samples} | {2**i for i in range(num_samples.bit_length())})
-            if k <= num_samples
+            for k in sorted(sizes)
         },
         completions=tuple(completions),
         verdicts=tuple(verdicts),
