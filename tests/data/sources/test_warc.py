@@ -61,6 +61,7 @@ def deflated(content: bytes, bits: int) -> bytes:
         (deflated(page(), 15), "Content-Encoding: deflate\r\n"),
         (deflated(page(), -15), "Content-Encoding: deflate\r\n"),
         (page(), "Content-Encoding: gzip\r\n"),
+        (page(), "Content-Encoding: deflate\r\n"),
         (b"5\r\n" + page()[:5] + b"\r\n%x\r\n" % len(page()[5:]) + page()[5:] + b"\r\n0\r\n\r\n",
          "Transfer-Encoding: chunked\r\n"),
     ],
@@ -69,6 +70,19 @@ def test_transfer_encodings(tmp_path, payload, header):
     (item,) = read(tmp_path, record(payload, http=header))
     assert isinstance(item, Document)
     assert item.text.count(GOOD) == 8
+
+
+@pytest.mark.parametrize(
+    ("packed", "packing"),
+    [(gzip.compress(page()), "gzip"), (deflated(page(), 15), "deflate")],
+)
+def test_a_packed_page_that_ends_too_early_is_no_shorter_page(tmp_path, packed, packing):
+    for left_out in (1, len(packed) // 2):
+        content = record(packed[:-left_out], http=f"Content-Encoding: {packing}\r\n")
+        (item,) = read(tmp_path, content)
+        assert isinstance(item, Dropped)
+        assert item.reason == "undecodable"
+        assert item.detail == f"its {packing} stream ends too early"
 
 
 def test_charset_of_the_header(tmp_path):

@@ -125,11 +125,6 @@ def content_of(path: str | Path, max_bytes: int, max_ratio: int | None = None) -
     return b"".join(parts)
 
 
-def inflated(packed: bytes, wbits: int, max_bytes: int) -> bytes:
-    """What zlib unpacks, but at most max_bytes + 1 of it. Raises zlib.error."""
-    return zlib.decompressobj(wbits).decompress(packed, max_bytes + 1)
-
-
 class ChunkStream:
     """Chunks as a file that can be read and told, for libraries that want one."""
 

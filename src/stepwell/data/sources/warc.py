@@ -13,7 +13,6 @@ from stepwell.data.sources.opening import (
     ChunkStream,
     FileFault,
     chunks_of,
-    inflated,
     without_magic,
 )
 from stepwell.data.sources.spec import MIB, Piece, SourceSpec
@@ -136,19 +135,28 @@ def _content(record: ArcWarcRecord, limit: int, piece: Piece) -> bytes | str | N
     packing = (get("Content-Encoding") or "identity").strip().lower()
     if packing in INFLATE:
         # Crawlers often store what they have unpacked under the header of before.
-        content = _inflate(content, packing, limit)
+        unpacked = _inflate(content, packing, limit)
+        if unpacked is None:
+            return f"its {packing} stream ends too early"
+        content = unpacked
     elif packing == "br" and b"<" not in content[:1000]:
         return "compressed with Brotli, which is not read"
     return content if len(content) <= limit else None
 
 
-def _inflate(content: bytes, packing: str, limit: int) -> bytes:
-    """Unpacked, or as it is where it isn't packed."""
-    for bits in INFLATE[packing]:
+def _inflate(content: bytes, packing: str, limit: int) -> bytes | None:
+    """Unpacked (more than `limit` up to a byte), or as it is where it isn't packed; None where it
+    ends too early."""
+    for bits in INFLATE[packing] if content else ():
+        unpacker = zlib.decompressobj(bits)
         try:
-            return inflated(content, bits, limit)
+            unpacked = unpacker.decompress(content, limit + 1)
         except zlib.error:
             continue
+        if unpacker.eof or len(unpacked) > limit:
+            return unpacked
+        if bits > 0:  # it has the header of such a stream
+            return None
     return content
 
 
