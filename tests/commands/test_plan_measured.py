@@ -86,6 +86,22 @@ def test_a_model_with_what_was_run_held_fixed(capsys, path):
         main([*words[:3], "32", *words[4:], "--measured", str(path)])
 
 
+def test_the_same_layout_by_a_model_and_by_a_recipe(capsys):
+    """What the options leave open is said; with all of them it is the recipe's step."""
+    words = ["--model", "llama3-8b", "--gpus", "64", "--seq-len", "4096", "--quick"]
+    words += ["--global-batch-tokens", "4M", "--zero", "3", "--tp", "1", "--cp", "1", "--pp", "1"]
+    words += ["--micro-batch", "1", "--recompute", "none", "--measured", "step_s=9.5"]
+    assert main([*words]) == 0
+    assert "of --dp-replicate, --reshard, --reduce-gradients, too" in said(capsys)
+    words += ["--dp-replicate", "1", "--reshard", "always", "--reduce-gradients", "micro-batch"]
+    assert main([*words, "--json"]) == 0
+    by_model = json.loads(capsys.readouterr().out)
+    assert not any("hold fixed" in line for line in by_model["assumed"])
+    assert main(["llama3-8b-pretrain", "--gpus", "64", "--quick", "--json"]) == 0
+    by_recipe = json.loads(capsys.readouterr().out)
+    assert by_model["time/step_s"] == pytest.approx(by_recipe["time/step_s"])
+
+
 def test_a_trace_that_is_none(tmp_path):
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": []}')

@@ -29,11 +29,11 @@ from stepwell.plan.job import Job, job_of
 from stepwell.plan.measured.gap import Gap, gap, measured_step_s
 from stepwell.plan.measured.source import measured_at
 from stepwell.plan.methods.rollouts import Workload
-from stepwell.plan.search.candidates import Candidate, nothing_fits, pareto
-from stepwell.plan.search.checks import pins_text
+from stepwell.plan.search.candidates import Candidate, Ranking, nothing_fits, pareto
+from stepwell.plan.search.checks import left_open, pins_text
 from stepwell.plan.search.fewest import fewest_gpus
 from stepwell.plan.search.prices import Prices, as_run
-from stepwell.plan.search.runs import run_of, values_of
+from stepwell.plan.search.runs import run_of, short, values_of
 from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.sections.methods import SampledMethod
@@ -113,7 +113,7 @@ def _model(asked: Asked, subject: Subject) -> int:
         batches=tuple(batches(ranking, prices)) if deep else (),
         knobs=tuple(_knobs(measured, prices, ranking.best, ranking.task)) if told else (),
         training_tokens=asked.get("tokens"),
-        assumed=_assumed_of_model(asked, subject, ranking.task),
+        assumed=_assumed_of_model(asked, subject, ranking),
         gap=measured,
         together=tuple(_together(measured, prices, ranking.best, ranking.task)) if measured else (),
         fastest=_fastest(measured, prices, ranking.task) if measured and deep else None,
@@ -194,13 +194,14 @@ def _fastest(found: Gap | None, prices: Prices, task: Task) -> Candidate | None:
     return ranking.found[0] if ranking.found else None
 
 
-def _assumed_of_model(asked: Asked, subject: Subject, task: Task) -> tuple[str, ...]:
-    found = [*subject.assumed]
-    if "measured" in asked.given:
+def _assumed_of_model(asked: Asked, subject: Subject, ranking: Ranking) -> tuple[str, ...]:
+    found, task = [*subject.assumed], ranking.task
+    choices = left_open(asked.pins, ranking.best.layout, task.dims)
+    if "measured" in asked.given and choices:
         pins = pins_text(asked.pins) or "nothing"
         found.append(
-            f"the layout that was measured is the fastest with what is held fixed ({pins}); hold "
-            "fixed what it has"
+            f"the layout that was measured is the fastest with what is held fixed ({pins}): "
+            f"{short(ranking.best.layout)}; hold fixed what it has of {', '.join(choices)}, too"
         )
     if "gpu" not in asked.given and "cluster" not in asked.given:
         found.append(f"{USUAL_GPU} in its usual machines (--gpu, --cluster)")

@@ -67,6 +67,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "reshard", "always|never|node", "of stage 3", "choice", ("always", "never", "node"),
             "reshard",
         ),
+        Option(
+            "reduce-gradients", "step|micro-batch", "how often data ranks sum them", "choice",
+            ("step", "micro-batch"), "reduce_gradients",
+        ),
         Option("micro-batch", "N", "rows at a time", "count", pin="micro_batch_rows"),
         Option(
             "recompute", "none|selective|full|...", "activation checkpointing", "choice",

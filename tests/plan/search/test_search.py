@@ -20,6 +20,7 @@ from stepwell.plan.search.search import NUM_CHECKED, search
 from stepwell.plan.search.space import (
     REASONS,
     Family,
+    Mesh,
     Pins,
     Task,
     body,
@@ -245,6 +246,27 @@ def test_resharding_is_of_stage_3():
     assert one.best.layout.zero == 3
 
 
+def test_how_often_gradients_are_reduced_can_be_held_fixed():
+    """Of stage 3; the others have no choice, and one micro-batch is reduced once in any case."""
+    pins = Pins(tp=1, cp=1, pp=1, micro_batch_rows=1, recompute="none", offload=())
+    for often, stages in (("step", {0, 1, 3}), ("micro-batch", {2, 3})):
+        asked = replace(pins, reduce_gradients=often)
+        task = Task(EIGHT.dims, H100, 16, SEQ_LEN, 64, asked)
+        found = list(data_layouts(task, body(task, family_of(task)), Counter()))
+        assert {x.zero for x in found} == stages
+        assert {x.reduce_every_micro_batch for x in found} == {often == "micro-batch"}
+        single = replace(task, rows=16)
+        found = data_layouts(single, body(single, family_of(single)), Counter())
+        assert {x.zero for x in found} == {0, 1, 2, 3}
+        staged = family_of(task)._replace(mesh=Mesh(1, 1, 2, 1, 8))
+        pipelines = list(data_layouts(task, body(task, staged), Counter()))
+        assert bool(pipelines) == (often == "step")
+
+
+def family_of(task: Task) -> Family:
+    return Family(Mesh(1, 1, 1, 1, task.num_gpus), "1f1b", 1, 1, "none", 2, "bf16")
+
+
 def test_groups_of_blocks_that_are_computed_again_are_not_compiled():
     found = search(EIGHT.dims, H100, 8, SEQ_LEN, BATCH, Pins(recompute="sqrt"), EIGHT.config)
     assert found.best.layout.recompute == "sqrt"
@@ -379,6 +401,9 @@ def test_offload_comes_only_when_nothing_fits_without():
             "must divide the 32 rows of a step; the nearest legal value is 2",
         ),
         (Pins(zero=1, reshard="node"), 8, "--reshard node is of ZeRO stage 3"),
+        (Pins(zero=1, reduce_gradients="micro-batch"), 8, "--zero 1 reduces once a step; leave"),
+        (Pins(zero=2, reduce_gradients="step"), 8, "--zero 2 is what reduces after every"),
+        (Pins(pp=2, reduce_gradients="micro-batch"), 8, "a pipeline reduces once a step"),
         (
             Pins(offload=("optimizer", "parameters")),
             8,

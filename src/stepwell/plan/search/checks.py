@@ -7,6 +7,7 @@ from math import prod
 
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.plan.cluster import Cluster
+from stepwell.plan.job import Arrangement, Dims
 from stepwell.plan.search.space import (
     REASONS,
     VIRTUAL_STAGES,
@@ -182,12 +183,42 @@ def _data(task: Task) -> None:
             f"--reshard {pins.reshard} is of ZeRO stage 3, and --zero {pins.zero} is held fixed; "
             "leave --reshard out"
         )
+    if instead := _reduced_otherwise(pins):
+        raise ConfigError(
+            f"--reduce-gradients {pins.reduce_gradients}: {instead}; leave --reduce-gradients out"
+        )
     if {"optimizer", "parameters"} <= {*(pins.offload or ())}:
         legal = ",".join(kind for kind in pins.offload or () if kind != "optimizer")
         raise ConfigError(
             f"--offload {','.join(pins.offload or ())}: parameters take the optimiser with them; "
             f"the nearest legal value is --offload {legal}"
         )
+
+
+def _reduced_otherwise(pins: Pins) -> str:
+    """What else is held fixed, and contradicts --reduce-gradients."""
+    if pins.reduce_gradients is None:
+        return ""
+    if pins.reduce_gradients == "step":
+        return "--zero 2 is what reduces after every micro-batch" if pins.zero == 2 else ""
+    if pins.pp is not None and pins.pp > 1:
+        return "a pipeline reduces once a step"
+    return f"--zero {pins.zero} reduces once a step" if pins.zero in (0, 1) else ""
+
+
+def left_open(pins: Pins, layout: Arrangement, dims: Dims) -> list[str]:
+    """Options that are not held fixed, though the layout could be another in them."""
+    several = layout.pp == 1 and layout.zero == 3 and layout.num_micro_batches > 1
+    sharded = layout.data_ranks * layout.cp > 1
+    matters = {
+        "tp": layout.num_gpus > 1, "cp": layout.num_gpus > 1, "pp": layout.num_gpus > 1,
+        "ep": dims.experts is not None and layout.num_gpus > 1,
+        "dp_replicate": layout.data_ranks > 1 and pins.dp_shard is None, "zero": sharded,
+        "reshard": sharded and layout.zero == 3 and layout.pp == 1,
+        "reduce_gradients": sharded and several, "micro_batch_rows": True, "recompute": True,
+        "schedule": layout.pp > 1, "stages_per_rank": layout.pp > 1 and layout.stages_per_rank > 1,
+    }  # fmt: skip
+    return [option(pin) for pin, can in matters.items() if can and getattr(pins, pin) is None]
 
 
 def check_headroom(pins: Pins, cluster: Cluster) -> None:

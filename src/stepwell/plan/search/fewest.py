@@ -78,7 +78,8 @@ def _leanest(task: Task) -> Iterator[Arrangement]:
     """Of each mesh what holds the least, within what is held fixed."""
     pins, rows = task.pins, task.pins.micro_batch_rows or 1
     free = (pins.schedule, pins.stages_per_rank) == (None, None)
-    sharded = (pins.zero, pins.reshard, pins.dp_shard, pins.dp_replicate) == (None,) * 4
+    held = (pins.zero, pins.reshard, pins.reduce_gradients, pins.dp_shard, pins.dp_replicate)
+    sharded = held == (None,) * len(held)
     precision = precisions(task)[-1]
     for mesh in meshes(task, Counter()):
         for schedule, v in [("1f1b", 1)] if free else schedules(task, mesh, Counter()):

@@ -78,6 +78,7 @@ class Pins:
     dp_shard: int | None = None
     zero: int | None = None
     reshard: Literal["always", "never", "node"] | None = None
+    reduce_gradients: Literal["step", "micro-batch"] | None = None
     micro_batch_rows: int | None = None
     schedule: str | None = None
     stages_per_rank: int | None = None
@@ -360,9 +361,17 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
             continue
         for zero, reshard in _stages(task, body, shard):
             staged = _staged(body.having(dp_shard=shard, dp_replicate=replicas), zero, reshard)
-            yield staged
-            if zero == 3 and body.pp == 1 and staged.num_micro_batches > 1:
+            several = staged.num_micro_batches > 1
+            if not several or _reduces(pins, staged):
+                yield staged
+            if several and zero == 3 and body.pp == 1 and pins.reduce_gradients != "micro-batch":
                 yield staged.having(reduce_every_micro_batch=False)
+
+
+def _reduces(pins: Pins, layout: Arrangement) -> bool:
+    """As often as is asked."""
+    each = layout.reduce_every_micro_batch
+    return pins.reduce_gradients in (None, "micro-batch" if each else "step")
 
 
 def _asked_stage(pins: Pins) -> int | None:
