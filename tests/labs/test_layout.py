@@ -30,6 +30,8 @@ def test_the_claim_holds_and_the_check_can_fail(numbers):
         far = [{**held, "item": item, "predicted": predicted}]
         found = layout.check({**numbers, "dry_run": far})
         assert [line.split()[0] for line in found] == [item]
+    few = [{**held, "item": "activations", "predicted": 2 << 30, "counted": 1 << 30}]
+    assert layout.check({**numbers, "dry_run": [*near, *few]}) == []
     assert len(layout.plot(numbers).axes) == 2
 
 
