@@ -89,6 +89,7 @@ def bytes_of_block(run: Run, sizes: AxisSizes) -> BlockBytes:
     N, compiled = _tokens(run, sizes), run.layout.compile
     block = block_bytes(run.model, N, a, w, compiled, sizes.tp, eight)
     saved, products = _saved_by_adapters(run, sizes, N, a)
+    saved -= _inputs_of_frozen(run, sizes, N, a)
     if sizes.cp > 1 and run.layout.cp_method == "ulysses":  # attention's output, exchanged
         saved += a * N * run.model.num_heads // sizes.tp * run.model.head_dim
     return block._replace(all=block.all + saved, products=block.products + products)
@@ -102,13 +103,32 @@ def _saved_by_adapters(run: Run, sizes: AxisSizes, N: int, a: int) -> tuple[int,
     for name, shape in target_shapes(run.model, lora, strict=False).items():
         rows, columns = local_shape(run.model, name, shape, sizes.tp)
         hidden = a * N * lora.rank
-        saved += hidden + (a * N * rows if lora.dora else 0)
-        if lora.dropout:
-            saved += (a + 1) * N * columns
-            if lora.dora:
-                saved += 2 * a * N * rows
+        saved += hidden + ((a + 1) * N * columns if lora.dropout else 0)
+        if lora.dora:
+            saved += a * N * rows * (2 if lora.dropout else 1)
         products += hidden + a * N * rows * (2 if lora.dora and lora.dropout else 1)
     return saved // run.model.num_layers, products // run.model.num_layers
+
+
+def _inputs_of_frozen(run: Run, sizes: AxisSizes, N: int, a: int) -> int:
+    """Of a block (the mean): inputs that only products of frozen weights read, none of them with an
+    adapter, or each of whose adapters reads a copy with dropout. Autograd keeps an input for its
+    weight's gradient. Attention keeps its output, which wo reads, itself."""
+    if not run.lora.rank:
+        return 0
+    cfg, adapted = run.model, target_shapes(run.model, run.lora, strict=False)
+    inputs = (
+        (("attn.wq", "attn.wk", "attn.wv"), cfg.d_model),
+        (("mlp.w_gate", "mlp.w_up"), cfg.d_model),
+        (("mlp.w_down",), cfg.d_ff // sizes.tp),
+    )
+    width = sum(
+        columns
+        for number in range(cfg.num_layers)
+        for names, columns in inputs
+        if run.lora.dropout or not any(f"blocks.{number}.{name}" in adapted for name in names)
+    )
+    return a * N * width // cfg.num_layers
 
 
 def _block_and_root(run: Run, sizes: AxisSizes, stop: int) -> tuple[BlockBytes, int]:

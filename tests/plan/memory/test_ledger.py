@@ -17,7 +17,10 @@ from stepwell.models.lora_shapes import trained_shapes
 from stepwell.models.transformer import Decoder, ForwardOptions
 from stepwell.parallel.mesh import init_distributed
 from stepwell.parallel.rules import axis_sizes
+from stepwell.plan.cluster import cluster
 from stepwell.plan.dryrun.dryrun import full_rows
+from stepwell.plan.footprint.activations import block_of
+from stepwell.plan.job import job_of
 from stepwell.plan.memory.ledger import (
     kv_cache_bytes_per_token,
     logits_bytes,
@@ -234,6 +237,36 @@ def test_a_layer_in_8_bits_saves_what_is_predicted():
             per_layer.append(bytes_saved(Engine(run), run))
         found = predict_memory(run, device="cpu").activations_per_layer_bytes
         assert per_layer[1] - per_layer[0] == pytest.approx(found, rel=0.001), recipe
+
+
+ATTENTION, MLP = r"blocks\.\d+\.attn\.w[qkvo]", r"blocks\.\d+\.mlp\.w_\w+"
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"targets": (ATTENTION, MLP)},
+        {"targets": (ATTENTION,)},
+        {"targets": (r"blocks\.\d+\.attn\.wo", r"blocks\.\d+\.mlp\.w_gate")},
+        {"targets": (r"blocks\.\d+\.mlp\.w_down",)},
+        {"targets": (ATTENTION,), "dropout": 0.1, "dora": True},
+    ],
+)
+def test_a_frozen_product_keeps_no_input(lora):
+    """What autograd holds of a block with adapters, by both ledgers and by the engine."""
+    per_layer = []
+    for num_layers in (2, 3):
+        plain = run_of(num_layers=num_layers, vocab_size=256).model_dump(exclude_none=True)
+        run = Run.parse({**plain, "lora": {"rank": 4, **lora}})
+        engine = Engine(run)
+        casts = 2 * sum(p.numel() for piece in engine.pieces for p in piece.parameters()
+                        if p.requires_grad and p.dim() == 2)  # fmt: skip
+        per_layer.append(bytes_saved(engine, run) - casts)
+    found = predict_memory(run, device="cpu").activations_per_layer_bytes
+    assert per_layer[1] - per_layer[0] == pytest.approx(found, rel=0.003)
+    if "dropout" not in lora:
+        job = job_of(run, 1, cluster("h100-sxm"))
+        assert block_of(job.dims, job.layout).all.total == found
 
 
 def bytes_saved(engine, run):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from stepwell.models.activations import KEEP_LOGITS_BYTES
 from stepwell.plan.footprint.pieces import target_sizes
-from stepwell.plan.job import Arrangement, Dims, Program
+from stepwell.plan.job import Adapters, Arrangement, Dims, Program
 
 # Modules that Megatron computes again under "selective" unless told otherwise.
 CORE_ATTENTION = ("core_attn",)
@@ -124,6 +124,9 @@ def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
     if _drops(layout):  # masks of the dropout before each sum
         attention, mlp = attention + at.part, mlp + at.part
     saved, products_of_adapters = _adapters(dims, layout, at, a)
+    if layout.adapters is not None:
+        unread = _inputs_of_frozen(dims, layout.adapters, layout, at, a, given)
+        attention, mlp = attention - unread[0], mlp - unread[1]
     whole = Modules(2 * (a * at.part + w * at.rows), attention, mlp + saved)
     products, unneeded = _selective(dims, layout, at, a, w, whole, experts)
     kept = at.wide / layout.tp if layout.partitioned_activations else at.part
@@ -226,6 +229,19 @@ def _adapters(dims: Dims, layout: Arrangement, at: Tokens, a: int) -> tuple[floa
     hidden = a * at.num_tokens * layout.adapters.rank * len(sizes)
     rows = a * at.num_tokens * sum(rows for rows, _ in sizes)
     return hidden + (rows if layout.adapters.dora else 0.0), hidden + rows
+
+
+def _inputs_of_frozen(
+    dims: Dims, adapters: Adapters, layout: Arrangement, at: Tokens, a: int, given: float
+) -> tuple[float, float]:
+    """Inputs of attention and of the MLP that only products of frozen weights read, none of them
+    with an adapter: autograd keeps an input for its weight's gradient (parallel/remat)."""
+    adapted = {*adapters.targets}
+    attention = 0.0 if adapted & {"wq", "wk", "wv"} else given
+    mlp = 0.0 if adapted & {"w_gate", "w_up"} else given
+    if "w_down" not in adapted:
+        mlp += a * at.num_tokens * dims.d_ff / layout.tp
+    return attention, mlp
 
 
 def _selective(
