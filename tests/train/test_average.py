@@ -13,6 +13,7 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.data.store import TokenStore
 from stepwell.models.flops import parameter_shapes
+from stepwell.models.hf import load_hf, read_hf_config
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.average import averaged, check_alike, choose, merge_weights
 from stepwell.train.checkpoint import load_weights, step_folder
@@ -20,7 +21,7 @@ from stepwell.train.engine import Engine
 from stepwell.train.heldout import heldout_loss, heldout_windows
 from stepwell.types import CheckpointError, ConfigError
 from tests import runs
-from tests.runs import settings, words, write_store
+from tests.runs import MODEL, settings, words, write_store
 
 KEPT = {
     "train.steps": 12,
@@ -195,6 +196,23 @@ def test_a_damaged_checkpoint_is_named(world):
     with pytest.raises(CheckpointError, match="step-00000002 is damaged"):
         averaged(folders, [0.5, 0.5], check_alike(folders))
     path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("head", ["score", "both"])
+def test_a_score_is_averaged_and_written_as_what_it_is(world, head):
+    method = {
+        "score": {"method.kind": "reward"},
+        "both": {"method.kind": "ppo", "method.verifier": "exact", "method.critic": "shared"},
+    }[head]
+    run = Run.parse({}, {**MODEL, **method, "model.head": head})
+    for name in ("1", "2"):
+        Engine(run).save(world / head / name, {}).wait()
+    arguments = [f"{head}/1", f"{head}/2", "--out", f"mean-{head}", "--tokenizer", "tokenizer"]
+    assert main(["average", *arguments]) == 0
+    cfg = read_hf_config(world / f"mean-{head}")
+    assert cfg.head == {"score": "score", "both": "lm"}[head]
+    found = dict(load_hf(world / f"mean-{head}", parameter_shapes(cfg)))
+    assert ("score.weight" in found) == (head == "score")
 
 
 def test_the_same_checkpoint_twice_is_refused_unrelated_runs_are_warned_of(world, capsys):

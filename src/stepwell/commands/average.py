@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from stepwell.commands.export import check_place
-from stepwell.commands.inputs import Place, load_tokenizer, open_model, parse_options
+from stepwell.commands.export import check_place, write_model
+from stepwell.commands.inputs import Place, open_model, parse_options
 from stepwell.types import CheckpointError, ConfigError
 
 Models = Annotated[
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     check(options)
     import torch
 
-    from stepwell.models.hf import save_hf
+    from stepwell.models.hf_reward import RewardNotes
     from stepwell.train import average, checkpoint
 
     check_place(options.out, options.overwrite)
@@ -80,21 +80,9 @@ def main(argv: Sequence[str]) -> int:
     steps = [int(checkpoint.read_state(folder)["step"]) for folder in folders]
     shares = average.merge_weights(options.weights, steps, options.ema_decay)
     model = open_model(str(folders[-1]), options.tokenizer)
-    ids, eos_ids = {}, model.eos_ids
-    if model.tokenizer is not None:
-        tokenizer = load_tokenizer(model)
-        ids = {"bos_id": tokenizer.bos_id, "pad_id": tokenizer.pad_id}
-        eos_ids = eos_ids or tokenizer.stop_ids
-    save_hf(
-        options.out,
-        cfg,
-        average.averaged(folders, shares, cfg),
-        torch.float32,
-        tokenizer=model.tokenizer,
-        eos_ids=eos_ids,
-        overwrite=options.overwrite,
-        **ids,
-    )
+    model.weights = average.averaged(folders, shares, cfg)
+    # The mean and spread of a reward model's scores were measured on other weights.
+    write_model(options.out, model, torch.float32, options.overwrite, RewardNotes())
     parts = [
         {"checkpoint": str(folder), "step": step, "weight": share}
         for folder, step, share in zip(folders, steps, shares, strict=True)

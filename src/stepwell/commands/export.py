@@ -24,8 +24,10 @@ from stepwell.sections.model import ModelConfig
 from stepwell.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from stepwell.models.hf_reward import RewardNotes
     from stepwell.train.adapters import StoredAdapter
 
 
@@ -58,35 +60,20 @@ def main(argv: Sequence[str]) -> int:
     options = parse_options("export", Export, argv)
     import torch
 
-    from stepwell.models.hf import save_hf
+    from stepwell.models.hf_reward import RewardNotes
+    from stepwell.posttrain.reward_model.model import score_notes
 
     check_place(options.out, options.overwrite)
     if options.adapter:
         return export_adapter(options)
     model = open_model(options.model, options.tokenizer)
-    ids = {}
-    eos_ids = model.eos_ids
-    if model.tokenizer is not None:
-        tokenizer = load_tokenizer(model)
-        ids = {"bos_id": tokenizer.bos_id, "pad_id": tokenizer.pad_id}
-        eos_ids = eos_ids or tokenizer.stop_ids
     errors: dict[str, float] = {}
-    weights = model.weights
     if options.four_bit_error:
-        weights = measured(weights, stored_adapter(options.model), model.cfg, errors)
-    if model.cfg.head == "score":
-        export_reward(options, model, weights)
-    else:
-        save_hf(
-            options.out,
-            language_model(model.cfg),
-            without_score(weights),
-            torch.bfloat16 if options.dtype == "bf16" else torch.float32,
-            tokenizer=model.tokenizer,
-            eos_ids=eos_ids,
-            overwrite=options.overwrite,
-            **ids,
-        )
+        adapter = stored_adapter(options.model)
+        model.weights = measured(model.weights, adapter, model.cfg, errors)
+    notes = score_notes(model.path) if model.cfg.head == "score" else RewardNotes()
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    write_model(options.out, model, dtype, options.overwrite, notes)
     if options.json:
         found = {"four_bit_error": errors} if options.four_bit_error else {}
         print(json.dumps({"folder": options.out, "dtype": options.dtype, **found}))
@@ -100,29 +87,54 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def export_reward(options: Export, model: Model, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes a sequence classifier; of a model of steps, a token classifier."""
-    import torch
+def write_model(
+    out: str, model: Model, dtype: torch.dtype, overwrite: bool, notes: RewardNotes
+) -> None:
+    """Writes a language model's folder, a sequence classifier's, or of a model of steps a token
+    classifier's. notes: of the scores."""
+    from stepwell.models.hf import save_hf
 
+    if model.cfg.head == "score":
+        write_reward(out, model, dtype, overwrite, notes)
+        return
+    ids = {}
+    eos_ids = model.eos_ids
+    if model.tokenizer is not None:
+        tokenizer = load_tokenizer(model)
+        ids = {"bos_id": tokenizer.bos_id, "pad_id": tokenizer.pad_id}
+        eos_ids = eos_ids or tokenizer.stop_ids
+    save_hf(
+        out,
+        language_model(model.cfg),
+        without_score(model.weights),
+        dtype,
+        tokenizer=model.tokenizer,
+        eos_ids=eos_ids,
+        overwrite=overwrite,
+        **ids,
+    )
+
+
+def write_reward(
+    out: str, model: Model, dtype: torch.dtype, overwrite: bool, notes: RewardNotes
+) -> None:
     from stepwell.models.hf_reward import save_hf_reward
-    from stepwell.posttrain.reward_model.model import score_notes
 
     load_tokenizer(model)  # a score needs one: it says which token pads
     assert model.tokenizer is not None
     path = model.path
     recipe = (path if (path / "run.toml").is_file() else path.parent.parent) / "run.toml"
     steps = recipe.is_file() and getattr(Run.load(recipe).method, "objective", "") == "process"
-    notes = score_notes(path)
     save_hf_reward(
-        options.out,
+        out,
         model.cfg,
-        weights,
-        torch.bfloat16 if options.dtype == "bf16" else torch.float32,
+        model.weights,
+        dtype,
         tokenizer_path=model.tokenizer,
         kind="token" if steps else "sequence",
         mean=notes.mean,
         sd=notes.sd,
-        overwrite=options.overwrite,
+        overwrite=overwrite,
     )
 
 

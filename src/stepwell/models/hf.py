@@ -270,6 +270,9 @@ def save_hf(
     if dtype not in DTYPE_NAMES:
         legal = ", ".join(str(d) for d in DTYPE_NAMES)
         raise ConfigError(f"dtype {dtype} cannot be exported; one of {legal}")
+    if cfg.head != ("lm" if scored is None else "score"):
+        what = "a language model" if scored is None else "a classifier"
+        raise ConfigError(f"model.head={cfg.head!r} cannot be exported as {what}")
     with whole_folder(folder, overwrite) as temporary:
         values = config_to_hf(cfg, dtype, scored) | dict(notes or {})
         ids = {
