@@ -295,11 +295,22 @@ def test_a_measured_step_of_a_model(capsys, tmp_path):
     assert "cannot be" in err
 
 
-def test_a_recipe_whose_weights_are_not_there(capsys):
-    code, _, err = run(capsys, "smollm2-sft", "--quick")
+def test_a_recipe_whose_weights_are_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "smollm2-sft", "--quick")
+    assert code == 0
+    assert "134.5 million parameters" in out
+    assert "assumed: the recipe's dimensions, for model.init='models/SmolLM2" in out
+    assert "8 pairs of answers a step" in run(capsys, "smollm2-dpo-lora", "--quick")[1]
+    (tmp_path / "models" / "SmolLM2-135M-Instruct").mkdir(parents=True)
+    code, _, err = run(capsys, "smollm2-sft", "--quick")  # something is there, and no model
     assert code in (2, 4)
     assert "--model NAME" in err
-    code, out, _ = run(capsys, "smollm2-sft", "--quick", "--model", "smollm2-135m")
+    (tmp_path / "bare.toml").write_text('[model]\ninit = "nowhere"\n[method]\nkind = "sft"\n')
+    code, _, err = run(capsys, "bare.toml", "--quick")
+    assert code in (2, 4)
+    assert "--model NAME" in err
+    code, out, _ = run(capsys, "bare.toml", "--quick", "--model", "smollm2-135m")
     assert code == 0
     assert "134.5 million parameters" in out
 

@@ -36,7 +36,7 @@ from stepwell.plan.search.prices import Prices, as_run
 from stepwell.plan.search.runs import run_of, short, values_of
 from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
-from stepwell.sections.methods import SampledMethod
+from stepwell.sections.methods import DPO, SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, DataError, StepwellError
 
@@ -266,7 +266,7 @@ def gpus_of(asked: Asked) -> int:
 
 def _recipe(asked: Asked) -> int:
     path = find_recipe(str(asked.recipe))
-    run = Run.load(path, asked.overrides)
+    run, assumed = Run.load(path, asked.overrides), ()
     pinned = asked.pins.given()
     if pinned:
         raise ConfigError(
@@ -276,7 +276,7 @@ def _recipe(asked: Asked) -> int:
     if asked.get("model"):
         run = on_model(run, asked.get("model"))
     elif run.model.init is not None:  # the weights say how large the model is; torch reads them
-        run = _with_weights(run)
+        run, assumed = _with_weights(run)
     machines = cluster_of(asked)
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
@@ -298,7 +298,7 @@ def _recipe(asked: Asked) -> int:
         together=() if quick else tuple(_together(measured, prices, candidate, task)),
         fastest=fastest,
         gap=measured,
-        assumed=_assumed(asked, world, run),
+        assumed=(*assumed, *_assumed(asked, world, run)),
         method=method,
     )
     if "write" in asked.given:
@@ -340,10 +340,18 @@ def on_model(run: Run, name: str) -> Run:
     return Run.parse({**run.model_dump(exclude_none=True), "model": model})
 
 
-def _with_weights(run: Run) -> Run:
+def _with_weights(run: Run) -> tuple[Run, tuple[str, ...]]:
+    """As large as its weights; where they are not there yet, as the recipe says. And what is
+    assumed."""
     try:
-        return with_weights(run)
+        return with_weights(run), ()
     except StepwellError as error:
+        init = run.model.init
+        told = {"num_layers", "d_model"} <= run.model.model_fields_set
+        if told and init is not None and not Path(init).exists():
+            model = run.model.model_dump(exclude_none=True, exclude_unset=True) | {"init": None}
+            said = f"the recipe's dimensions, for model.init={init!r} is not there (--model NAME)"
+            return Run.parse({**run.model_dump(exclude_none=True), "model": model}), (said,)
         raise type(error)(f"{error}; or say how large it is: --model NAME") from error
 
 
@@ -363,6 +371,8 @@ def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
             f"a step is a pass over the answers to {run.method.prompts_per_step} prompts, as long "
             "as they may be; where all models are told, sampling and scoring are in it, too"
         )
+    if isinstance(run.method, DPO):
+        found.append(f"{run.method.pairs_per_step} pairs of answers a step, each filling a row")
     if "gpus" not in asked.given:
         many = "one GPU" if world == 1 else f"{world} GPUs"
         found.append(f"{many}, the fewest that the layout fits (--gpus)")

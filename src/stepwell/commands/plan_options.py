@@ -363,7 +363,8 @@ def help_text() -> str:
     lines += [
         "",
         "What a question does not read is refused. Exit code: 0 it fits; 1 it does not; 2 a wrong",
-        "command line or an impossible layout; 3 a table of runs that cannot be read.",
+        "command line or an impossible layout; 3 a table of runs that cannot be read; 4 a recipe's",
+        "weights that are no model.",
         "",
         "  stepwell plan --model llama3-405b --gpus 1024 --gpu h100-sxm --seq-len 8k \\",
         "    --global-batch-tokens 16M",
