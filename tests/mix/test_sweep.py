@@ -1,5 +1,6 @@
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from stepwell.config import Run
+from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.mix import sweep as mix
 from stepwell.mix.design import maximin_design
 from stepwell.mix.fit import cross_validate, fewest_mixtures
@@ -95,6 +97,25 @@ def test_a_changed_plan_is_refused(stores, tmp_path):
     with pytest.raises(ConfigError, match="design.kind"):
         mix.sweep(recipe(stores), tmp_path / "s", 2, "dirichlet", num_natural=1)
     assert len(mix.load_sweep(tmp_path / "s").runs) == 2
+
+
+def test_other_texts_of_as_many_tokens_are_another_plan(stores, tmp_path):
+    shutil.copytree(stores, tmp_path / "stores")
+    plans = []
+    for _ in range(2):
+        domains, targets = mix.domains_of(recipe(tmp_path / "stores"))
+        plans.append({"domains": [*map(asdict, domains)], "targets": [*map(asdict, targets)]})
+        store = TokenStore.open(tmp_path / "stores" / "heldout" / "web")
+        docs = [(store.doc(i) + 1) % 320 for i in range(store.num_docs)]
+        shutil.rmtree(store.folder)
+        with StoreWriter(store.folder, store.manifest["tokenizer"], 320) as writer:
+            for doc in docs:
+                writer.add(doc)
+    assert plans[0]["domains"] == plans[1]["domains"]
+    mix.check_plan(tmp_path / "plan.json", plans[0], "it")
+    mix.check_plan(tmp_path / "plan.json", plans[0], "it")
+    with pytest.raises(ConfigError, match="it has another targets"):
+        mix.check_plan(tmp_path / "plan.json", plans[1], "it")
 
 
 def test_several_at_once_give_the_same(stores, tmp_path):

@@ -112,7 +112,7 @@ class RowOrder:
         self._scores = None
         self._sorted: dict[int, np.ndarray] = {}
         if order == "quality-ascending":
-            starts = np.cumsum([0, *store.doc_lengths()])
+            starts = np.append(0, np.cumsum(store.doc_lengths()))
             self._scores = window_scores(starts, store.doc_scores(), self.num_rows, seq_len)
 
     def at(self, ordinals: np.ndarray) -> np.ndarray:

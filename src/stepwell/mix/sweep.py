@@ -51,13 +51,15 @@ FEW_DOMAINS = 4
 
 @dataclass(frozen=True)
 class Domain:
-    """A token store that a mixture may take from, or that is held out. weight: in the recipe."""
+    """A token store that a mixture may take from, or that is held out. weight: in the recipe.
+    fingerprint: of what it holds."""
 
     name: str
     path: str
     tokens: int
     weight: float
     max_epochs: float | None = None
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,12 @@ def named(sources: Sequence[SourceConfig], key: str) -> tuple[Domain, ...]:
             )
     return tuple(
         Domain(
-            "/".join(part[-depth:]), source.path, store.num_tokens, source.weight, source.max_epochs
+            name="/".join(part[-depth:]),
+            path=source.path,
+            tokens=store.num_tokens,
+            weight=source.weight,
+            max_epochs=source.max_epochs,
+            fingerprint=store.fingerprint,
         )
         for source, part, store in zip(sources, parts, stores, strict=True)
     )

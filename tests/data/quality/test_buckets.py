@@ -61,8 +61,12 @@ def test_a_label_cannot_replace_a_column():
 
 
 @pytest.mark.parametrize(
-    ("num", "share", "kept"), [(30, 0.1, 3), (31, 0.1, 4), (1, 0.01, 1), (10, 1.0, 10), (7, 0.5, 4)]
-)
+    ("num", "share", "kept"),
+    [
+        (30, 0.1, 3), (31, 0.1, 4), (1, 0.01, 1), (10, 1.0, 10), (7, 0.5, 4), (10, 1e-10, 1),
+        (4_000_000_000, 0.5, 2_000_000_000), (3_000_000_000, 0.1, 300_000_000),
+    ],
+)  # fmt: skip
 def test_shares_are_rounded_up(num, share, kept):
     assert num_of_share(num, share) == kept
 

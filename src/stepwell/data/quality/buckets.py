@@ -193,8 +193,8 @@ def bucket_of(scores: np.ndarray, edges: Sequence[float]) -> np.ndarray:
 
 
 def num_of_share(num: int, share: float) -> int:
-    """Rounded up, where share is meant as it is written: 0.1 of 30 is 3."""
-    return math.ceil(num * share - 1e-9 * num)
+    """Rounded up, where share is meant as it is written: 0.1 of 30 is 3. At least 1."""
+    return max(1, math.ceil(round(num * share, 6)))
 
 
 def deciles(scores: np.ndarray) -> list[float]:
