@@ -94,6 +94,14 @@ def test_saved_folder_loads_here_and_in_transformers(tokenizer, tmp_path):
     assert Tokenizer.load(tmp_path / "again").chat_template == tokenizer.chat_template
 
 
+def test_a_folder_without_the_template_is_no_tokenizer(tokenizer, tmp_path):
+    """As when the process is killed between the two files."""
+    (tmp_path / "tokenizer_config.json" / "in the way").mkdir(parents=True)
+    with pytest.raises(DataError, match="cannot write"):
+        tokenizer.save(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
 def test_encode_adds_cuts_and_pads_nothing():
     values = json.loads(word_level(["?", "a", "b"], ["<s>", "</s>"], bos="<s>"))
     values["truncation"] = {

@@ -159,8 +159,9 @@ class Tokenizer:
         config.pop("auto_map", None)
         if self.chat_template is not None:
             config["chat_template"] = self.chat_template
-        _write(folder / "tokenizer.json", self._spec)
         _write(folder / "tokenizer_config.json", json.dumps(config, indent=2, ensure_ascii=False))
+        # Last, because a folder that has it is taken for a whole tokenizer.
+        _write(folder / "tokenizer.json", self._spec)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of `text` and nothing more. special: whether the name of a special token in the

@@ -120,8 +120,10 @@ def test_fresh_respects_a_run_that_is_going_on(world, capsys):
 def test_fresh_takes_what_a_failed_start_or_a_kill_left(tmp_path):
     (tmp_path / LOCK).write_text("pid 1")
     clear_folder(tmp_path)
-    (tmp_path / "data").mkdir()
-    for name in ("data.origin.json", "data/manifest.json", "notes.txt"):
+    for folder in ("data", "traces", "tensorboard"):
+        (tmp_path / folder).mkdir()
+    traces = ("traces/step-3-rank-0.json.gz", "wandb_id")
+    for name in ("data.origin.json", "data/manifest.json", *traces, "notes.txt"):
         (tmp_path / name).write_text("{}")
     clear_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -351,6 +351,25 @@ def test_a_single_run_reports_from_its_folder(run_dir):
     assert "[optim.schedule]" in page.words["setup"]
 
 
+@pytest.mark.parametrize(
+    ("log_every", "logged", "trained"),
+    [
+        (1, [1, 2, 3], 3),
+        (10, [10, 20, 25], 25),  # the last step is always logged
+        (1, [501, 502], 2),  # a branch goes on from its trunk's step
+    ],
+)
+def test_time_and_tokens_are_of_all_steps_however_few_are_logged(
+    tmp_path, log_every, logged, trained
+):
+    Run.parse({"train": {"steps": 600, "log_every": log_every}}).save(tmp_path / "run.toml")
+    with RunLog(tmp_path, console=False) as log:
+        for step in logged:
+            log.log(step, {"train/tokens": 1000, "time/step_s": 0.5})
+    (stage,) = read_run(tmp_path).stages
+    assert (stage.seconds, stage.tokens) == (0.5 * trained, 1000 * trained)
+
+
 def test_schedules_without_phases_have_none():
     run = Run.parse({"optim": {"schedule": {"kind": "cosine"}}})
     assert wsd_phases(run) == []

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from stepwell.commands import preview
 from stepwell.commands.header import header_text, plan_of
@@ -36,9 +36,6 @@ from stepwell.types import (
     nearest,
 )
 
-if TYPE_CHECKING:
-    pass
-
 METHODS: tuple[type[MethodSection], ...] = get_args(get_args(Method)[0])
 OPTIONS = ("nproc", "max_restarts", "rank_timeout", "resume", "fresh", "check", "json", "help")
 # Options with a value that is not a key's.
@@ -53,6 +50,9 @@ WRITTEN = (
     "metrics.jsonl",
     "events.jsonl",
     "samples.jsonl",
+    "traces",
+    "tensorboard",
+    "wandb_id",
     "rollouts",
     "reference",
     "critic",

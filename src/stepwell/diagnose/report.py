@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -287,11 +288,13 @@ def read_run(run_dir: str | Path) -> ReportData:
     steps, losses = series(rows, "train/loss")
     rate_steps, rates = series(rows, "speed/tokens_per_s")
     held_out = [(key, *series(rows, key)) for key in _keys(rows, "eval/")]
-    spent, tokens = series(rows, "time/step_s")[1], series(rows, "train/tokens")[1]
+    spent, tokens = (
+        over_all_steps(rows, key, run.train.log_every) for key in ("time/step_s", "train/tokens")
+    )
     stage = Stage(
         name=run.method.kind,
-        seconds=sum(spent) if spent else None,
-        tokens=int(sum(tokens)) if tokens else None,
+        seconds=spent,
+        tokens=None if tokens is None else round(tokens),
         settings={
             "steps": f"{rows[-1]['step'] if rows else 0} of {run.train.steps}",
             "learning rate": run.optim.lr,
@@ -340,6 +343,15 @@ def _memory_note(rows: list[dict[str, Any]]) -> str:
     if peaks:
         note += f" The process as a whole, with its libraries, came to {bytes_text(max(peaks))}."
     return note
+
+
+def over_all_steps(rows: list[dict[str, Any]], key: str, log_every: int) -> float | None:
+    """The sum over all steps of what is logged of every so many: a line stands for the steps since
+    the last one. None without a line."""
+    steps, values = series(rows, key)
+    # The first line of a branch is not the first step's.
+    gaps = [min(step - before, log_every) for before, step in pairwise([0, *steps])]
+    return sum(g * v for g, v in zip(gaps, values, strict=True)) if steps else None
 
 
 def _keys(rows: list[dict[str, Any]], prefix: str) -> list[str]:
