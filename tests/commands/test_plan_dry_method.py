@@ -34,7 +34,7 @@ def slow(*case):
         slow({"kind": "ppo", "critic": "shared", "kl_coef": 0.0}, {"layout": {"tp": 2}}, set()),
         slow({"kind": "grpo", "kl_coef": 0.01}, {"layout": {"tp": 2}}, {"reference"}),
         slow({"kind": "grpo"}, {"lora": {"rank": 4, "quantize": "nf4"}}, set()),
-        ({"kind": "dpo", "reference": "separate"}, {"remat": {"mode": "full"}}, {"reference"}),
+        slow({"kind": "dpo", "reference": "separate"}, {"remat": {"mode": "full"}}, {"reference"}),
         slow({"kind": "dpo", "reference": "adapter-off"}, {"lora": {"rank": 4}}, set()),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from stepwell.hardware import GIB
-from stepwell.plan.units import in_gib, seconds_text, size_text, tokens_text
+from stepwell.plan.units import count_of, in_gib, seconds_text, size_text, tokens_text
 
 MIB = 2**20
 
@@ -41,3 +41,7 @@ def test_seconds(seconds, text):
 )  # fmt: skip
 def test_tokens(num_tokens, text):
     assert tokens_text(num_tokens) == text
+
+
+def test_one_row_is_no_rows():
+    assert [count_of(n, "row") for n in (1, 2, 2048)] == ["1 row", "2 rows", "2,048 rows"]

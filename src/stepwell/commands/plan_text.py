@@ -42,7 +42,7 @@ from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
-from stepwell.plan.units import in_gib, seconds_text, size_text, tokens_text
+from stepwell.plan.units import count_of, in_gib, seconds_text, size_text, tokens_text
 
 WIDTH = 100
 TOO_CLOSE = 1.02  # below what predictions can tell apart
@@ -70,7 +70,7 @@ def searched(answer: Searched, most: int) -> Group:
         parts.append(note(f"Within {100 * (TOO_CLOSE - 1):.0f} %, too close to call: {names}."))
     if ranking.offload:
         parts.append(
-            note(f"Nothing fits without offload; {' and '.join(ranking.offload)} go to the host.")
+            note(f"Nothing fits without offload; to the host: {', '.join(ranking.offload)}.")
         )
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
@@ -157,8 +157,8 @@ def heading(dims: Dims, task: Task, name: str = "") -> Text:
     machines = math.ceil(task.num_gpus / cluster.gpus_per_node)
     here = f", {machines:,} machines of {cluster.gpus_per_node}" if machines > 1 else ""
     text.append(
-        f": {size}, {task.num_gpus:,} x {cluster.name}{here}; a step is {task.rows:,} rows of "
-        f"{task.seq_len:,} tokens = {task.tokens:,}"
+        f": {size}, {task.num_gpus:,} x {cluster.name}{here}; a step is "
+        f"{count_of(task.rows, 'row')} of {task.seq_len:,} tokens = {task.tokens:,}"
     )
     return text
 

@@ -30,6 +30,11 @@ def seconds_text(seconds: float, like: float | None = None, sign: bool = False) 
     return f"{1e6 * seconds:{plus}.1f} us"
 
 
+def count_of(number: int, noun: str) -> str:
+    """`1 row`, `2,048 rows`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def tokens_text(num_tokens: int) -> str:
     """`16M`, `1.5M`, `64k`, `1,000`: with the units that the command line reads, where that is
     exact to a thousandth."""

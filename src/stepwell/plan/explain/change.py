@@ -70,7 +70,8 @@ def _does_not_divide(layout: Arrangement, num_gpus: int) -> str:
     if ranks > num_gpus:
         there = f"there are {num_gpus:,}" if num_gpus > 1 else "there is 1"
         return f"{product} needs {ranks:,} accelerators, and {there}"
-    return f"{product} = {ranks:,} does not divide {num_gpus:,} accelerators"
+    together = f" = {ranks:,}" if " x " in product else ""
+    return f"{product}{together} does not divide {num_gpus:,} accelerators"
 
 
 def _undone(layout: Arrangement, changes: Mapping[str, Any]) -> str:

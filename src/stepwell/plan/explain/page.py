@@ -21,7 +21,7 @@ from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION
-from stepwell.plan.units import seconds_text, size_text
+from stepwell.plan.units import count_of, seconds_text, size_text
 
 
 class Figure(NamedTuple):
@@ -116,8 +116,8 @@ def of_candidate(best: Candidate, task: Task, name: str, tables: Sequence[Rows])
     return {
         "title": f"{name} on {task.num_gpus:,} x {cluster.name}",
         "lead": (
-            f"{count_text(task.dims.parameters())} parameters; a step is {task.rows:,} rows "
-            f"of {task.seq_len:,} tokens ({task.tokens:,}). Predicted, not measured."
+            f"{count_text(task.dims.parameters())} parameters; a step is "
+            f"{count_of(task.rows, 'row')} of {task.seq_len:,} tokens ({task.tokens:,}). Predicted, not measured."
         ),
         "figures": [
             Figure(

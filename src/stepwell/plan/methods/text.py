@@ -11,6 +11,7 @@ from stepwell.plan.methods.evaluated import NO_COPY, Evaluated
 from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.placements import SAMPLED
 from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.units import count_of
 
 NAMES = {
     "ppo": "policy, critic, reference and reward model",
@@ -69,7 +70,7 @@ def workload_text(method: str, work: Workload) -> str:
     if method not in SAMPLED:
         rows = "pairs of answers in " if method == "dpo" else ""
         given = "--global-batch-tokens, --seq-len"
-        return f"{rows}{work.rows:,} rows of {work.seq_len:,} tokens ({given})"
+        return f"{rows}{count_of(work.rows, 'row')} of {work.seq_len:,} tokens ({given})"
     each = f"{work.group_size} answers" if work.group_size > 1 else "1 answer"
     passes = f", gone through {work.updates} times" if work.updates > 1 else ""
     return (

@@ -79,7 +79,7 @@ class Question:
     lora_rank: int
     trainings: dict[tuple[str, str, int], list[Training]] = field(default_factory=dict)
     apart: dict[tuple[Any, ...], dict[str, ModelBytes]] = field(default_factory=dict)
-    peaks: dict[Job, int] = field(default_factory=dict)
+    peaks: dict[Arrangement, int] = field(default_factory=dict)
     steps: dict[Job, StepTime] = field(default_factory=dict)
     pins: Pins = field(default_factory=Pins)
     complaints: list[str] = field(default_factory=list)
@@ -161,12 +161,12 @@ def _with_micro_batches(
 
 def exactly(question: Question, training: Training) -> Training:
     """With what the run's own ledger says that its tensors take."""
-    job = training.job
-    if job not in question.peaks:
+    layout = training.layout
+    if layout not in question.peaks:
         run = _as(question.method, training.run)
-        ledger = predict_memory(run, job.layout.num_gpus, device="cuda")
-        question.peaks[job] = ledger.peak_bytes
-    return training.having(question.peaks[job])
+        ledger = predict_memory(run, layout.num_gpus, device="cuda")
+        question.peaks[layout] = ledger.peak_bytes
+    return training.having(question.peaks[layout])
 
 
 def _as(method: str, run: Run) -> Run:
