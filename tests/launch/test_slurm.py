@@ -115,7 +115,7 @@ class Cluster:
 
     def __init__(self, folder: Path):
         self.folder, self.bin = folder, folder / "bin"
-        self.bin.mkdir()
+        self.bin.mkdir(exist_ok=True)
         srun = f'exec {sys.executable} {Path(__file__).with_name("srun.py")} "$@"'
         for name, line in {"srun": srun, "scontrol": 'echo "$@" >> scontrol.txt'}.items():
             (self.bin / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -182,6 +182,20 @@ def test_a_signal_lets_the_tasks_save(tmp_path, number, settings, after, code, c
     assert cluster.said().count("saved") == 2
     assert cluster.queued_again() == calls
     assert (tmp_path / "steps-4711").read_text() == "x"
+
+
+def test_a_signal_before_the_tasks_start_is_not_lost(tmp_path):
+    (tmp_path / "bin").mkdir()
+    date = tmp_path / "bin" / "date"  # what the script runs last before srun
+    date.write_text('#!/bin/bash\nkill -USR1 "$PPID"\nexec /bin/date "$@"\n')
+    date.chmod(0o755)
+    cluster, job = job_of_task(tmp_path, "wait")
+    try:
+        assert job.wait(20) == 130
+    finally:
+        job.kill()
+    assert cluster.queued_again() == ["requeue 4711"]
+    assert not (tmp_path / "steps-4711").exists()
 
 
 @pytest.mark.parametrize(("code", "num_steps"), [(0, 1), (2, 1), (5, 1), (6, 3), (137, 3), (1, 3)])

@@ -190,10 +190,12 @@ while [[ -z $saving ]]; do
     export STEPWELL_RESTART_COUNT=$restart
     echo "$(date '+%F %T') job ${SLURM_JOB_ID} on ${SLURM_JOB_NODELIST:-?}: start $restart" \
         "(queued again ${SLURM_RESTART_COUNT:-0} times); logs are $logs/*-${SLURM_JOB_ID}-RANK.log"
+    [[ -z $saving ]] || break # a signal came since the last step
     srun --ntasks-per-node=@TASKS@ --cpus-per-task="$cores"@GPU_WORDS@ --distribution=block \
         --kill-on-bad-exit=0 --wait=120 --open-mode=append --output="$logs/%x-%j-%t.log" \
         @COMMAND@ &
     step=$!
+    if [[ -n $saving ]]; then forward; fi # or before its number was known
     status=0
     wait "$step" || status=$?
     while [[ -n $heard ]]; do # a signal ended `wait`, not the step
