@@ -117,7 +117,8 @@ def of_candidate(best: Candidate, task: Task, name: str, tables: Sequence[Rows])
         "title": f"{name} on {task.num_gpus:,} x {cluster.name}",
         "lead": (
             f"{count_text(task.dims.parameters())} parameters; a step is "
-            f"{count_of(task.rows, 'row')} of {task.seq_len:,} tokens ({task.tokens:,}). Predicted, not measured."
+            f"{count_of(task.rows, 'row')} of {task.seq_len:,} tokens ({task.tokens:,}). "
+            "Predicted, not measured."
         ),
         "figures": [
             Figure(
