@@ -81,6 +81,9 @@ def main(argv: Sequence[str]) -> int:
             f"--{others[0]} belongs to a recipe; with --model only --model.* are read"
         )
     subject = find_model(asked.get("model"), asked.overrides)
+    if subject.config is None and (asked.get("dry-run") or "write" in asked.given):
+        option = "dry-run" if asked.get("dry-run") else "write"
+        raise ConfigError(f"--{option}: the engine does not have {subject.missing} yet")
     if asked.get("zero-table"):
         return _zero_table(asked, subject)
     if asked.get("method", "pretrain") != "pretrain":
@@ -124,8 +127,7 @@ def _model(asked: Asked, subject: Subject) -> int:
         _page(asked, searched)
     best, dry = ranking.best, None
     if asked.get("dry-run"):
-        if subject.config is None:
-            raise ConfigError(f"--dry-run: {best.not_in_engine}, so there is no program to run")
+        assert subject.config is not None
         dry = run_of(subject.config, best.layout)
     if asked.get("json"):
         _print_json(as_json(searched, asked.get("top", 8)), dry, num_gpus, machines)

@@ -379,7 +379,8 @@ def gathered_weights(engine: Engine) -> Iterator[Tensor]:
 
 def by_axis(issued: Iterable[Issued], mesh: Mesh) -> list[Issued]:
     """With the axis in place of the group's name. Neighbours among whom weights are kept are of
-    dp_shard; an axis that has all ranks is the world."""
+    dp_shard; an axis that has all ranks is the world. What a pipeline's passes send is of phase
+    "pipeline", whichever pass it is of."""
     names = {"": "world"}
     if mesh.cp_group is not None:
         names[mesh.cp_group.group_name] = "cp"
@@ -389,4 +390,10 @@ def by_axis(issued: Iterable[Issued], mesh: Mesh) -> list[Issued]:
             names[group.group_name] = "dp_shard" if axis == "fsdp" else axis
     if torch.distributed.group.WORLD is not None:
         names[torch.distributed.group.WORLD.group_name] = "world"
-    return [x._replace(group=names.get(x.group, "dp_shard")) for x in issued]
+    calls: dict[Issued, int] = defaultdict(int)
+    for one in issued:
+        axis = names.get(one.group, "dp_shard")
+        passed_on = axis == "pp" or (axis == "world" and one.kind in ("send", "recv"))
+        phase = "pipeline" if passed_on and one.phase != "optimizer" else one.phase
+        calls[one._replace(group=axis, phase=phase, calls=0)] += one.calls
+    return [one._replace(calls=number) for one, number in calls.items()]

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator as _Propagator
 from torch.utils import _pytree as pytree
@@ -27,7 +28,8 @@ from stepwell.models import context_attention
 from stepwell.parallel.traffic import Collective, collective_of
 from stepwell.parallel.wire import wire_bytes
 
-Phase = Literal["forward", "backward", "optimizer"]
+# What pipeline ranks send each other is told apart afterwards, as in the traffic ledger.
+Phase = Literal["forward", "backward", "optimizer", "pipeline"]
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
 # Operators of ours that communicate inside: they are looked into.
@@ -173,15 +175,19 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return quietly
 
-    run_backward = torch.autograd._engine_run_backward  # pyright: ignore
+    def as_backward(call: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            before, watch.in_backward = watch.in_backward, True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                watch.in_backward = before
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        watch.in_backward = True
-        try:
-            return run_backward(*args, **kwargs)
-        finally:
-            watch.in_backward = False
+        return backward
 
+    run_backward = as_backward(torch.autograd._engine_run_backward)  # pyright: ignore
+    # A pipeline's schedule reduces gradients itself, after its last pass.
+    reduce = as_backward(FSDPParamGroup.post_backward)
     propagate = getattr(_Propagator, _PROPAGATE)
 
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +199,8 @@ def watching(watch: Watch) -> Iterator[None]:
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resized))
         for name in ("broadcast_object_list", "all_gather_object"):
             stack.enter_context(patch.object(dist, name, uncounted(getattr(dist, name))))
-        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
+        stack.enter_context(patch.object(FSDPParamGroup, "post_backward", reduce))
         stack.enter_context(patch.object(_Propagator, _PROPAGATE, apart))
         stack.enter_context(watch)
         yield
