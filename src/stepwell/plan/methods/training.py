@@ -106,7 +106,7 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
         if trainers % tp:
             question.complaints.append(f"--tp {tp} must divide the {trainers} GPUs that train")
             continue
-        for shards in _shards(question, placement, trainers // tp):
+        for shards in _shards(question, placement, trainers // tp, tp):
             for remat in REMAT if pins.recompute is None else (pins.recompute,):
                 layout = Arrangement(
                     seq_len=question.workload.seq_len,
@@ -123,12 +123,12 @@ def _new_trainings(question: Question, placement: Placement, trainers: int) -> I
                 yield from _with_micro_batches(question, placement, layout)
 
 
-def _shards(question: Question, placement: Placement, ranks: int) -> list[int]:
+def _shards(question: Question, placement: Placement, ranks: int, tp: int) -> list[int]:
     """Of so many data ranks, how many divide the model: all; with adapters also one, where little
     has to be summed up and nothing gathered, and those of a machine."""
     if placement.adapters == "none":
         return [ranks]
-    machine = min(ranks, question.cluster.gpus_per_node)
+    machine = max(1, min(ranks, question.cluster.gpus_per_node // tp))
     return [*dict.fromkeys(n for n in (ranks, machine, 1) if ranks % n == 0)]
 
 
