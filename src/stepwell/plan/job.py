@@ -204,6 +204,12 @@ class Arrangement:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def expert_imbalance(self) -> float:
+        """Tokens of the busiest rank's experts over the mean. A rank that has all experts computes
+        its own tokens, whichever of them they go to."""
+        return self.imbalance if self.ep > 1 else 1.0
+
+    @property
     def num_micro_batches(self) -> int:
         rows = -(-self.global_batch_rows // self.data_ranks)
         return -(-rows // self.micro_batch_rows)

@@ -367,20 +367,24 @@ MOE = replace(LLAMA, experts=Experts(64, 4, 1024))
         ({}, {"gradient_precision": "fp32", "num_layers": 33}),
         ({"tp": 8}, {"tp": 8, "sequence_parallel": False}),
         ({"tp": 8, "precision": "fp8"}, {"tp": 8, "precision": "bf16"}),
-        ({"experts": True, "imbalance": 1.0}, {"experts": True, "imbalance": 1.5}),
+        ({"experts": True, "ep": 8, "dp_shard": 8, "imbalance": 1.0}, {"imbalance": 1.5}),
     ],
 )
 def test_what_needs_more_memory(plain, change):
-    def total(values):
-        values = dict(values)
-        dims = MOE if values.pop("experts", False) else LLAMA
-        dims = replace(dims, num_layers=values.pop("num_layers", dims.num_layers))
-        rows = values.pop("rows", 2)
-        return footprint(
-            job(dims, rows=rows, seq_len=4096, batch=48, **values), None, NOTHING
-        ).total
-
     assert total({**plain, **change}) > total(plain)
+
+
+def test_a_rank_with_all_experts_holds_its_own_tokens_whichever_of_them_they_go_to():
+    even, uneven = (total({"experts": True, "imbalance": x}) for x in (1.0, 1.5))
+    assert even == uneven
+
+
+def total(values):
+    values = dict(values)
+    dims = MOE if values.pop("experts", False) else LLAMA
+    dims = replace(dims, num_layers=values.pop("num_layers", dims.num_layers))
+    rows = values.pop("rows", 2)
+    return footprint(job(dims, rows=rows, seq_len=4096, batch=48, **values), None, NOTHING).total
 
 
 def test_buckets():
@@ -419,7 +423,7 @@ def test_each_module_that_megatron_computes_again_is_not_kept():
     assert whole.total - kept("layernorm").total == 2 * 2 * N * D
     scores = kept("layernorm", flash=False).attention - kept("core_attn", flash=False).attention
     assert scores == 5 * LLAMA.num_heads * N**2 - 2 * N * D
-    routed = 2 * 4 * N * 1.3 * 1024
+    routed = 2 * 4 * N * 1024
     assert kept("core_attn", dims=MOE).mlp - kept("moe_act", dims=MOE).mlp == pytest.approx(routed)
 
 
@@ -441,12 +445,12 @@ def products(dims: Dims, experts: bool = False, **layout) -> float:
 
 def test_products_of_experts_are_kept_for_each_that_a_token_goes_to():
     """Gate, up (14,336 wide) and what comes out (4,096), in two bytes; 1.3 times the mean on the
-    busiest rank; 8 float32 logits of the router."""
+    busiest rank where ranks divide the experts; 8 float32 logits of the router."""
     mixtral = replace(LLAMA, experts=Experts(8, 2, 14336))
-    routed, logits = 2 * 1.3 * 8192, 4 * 8 * 8192
+    routed, logits = 2 * 8192, 4 * 8 * 8192
     assert products(mixtral, True) == pytest.approx(2 * routed * (2 * 14336 + 4096) + logits)
     assert products(mixtral, True, ep=8, dp_shard=8) == pytest.approx(
-        products(mixtral, True) + 2 * routed * 4096
+        2 * 1.3 * routed * (2 * 14336 + 2 * 4096) + logits
     )
     for top_k in (1, 4, 8):
         more = replace(mixtral, experts=Experts(8, top_k, 14336))
@@ -460,7 +464,7 @@ def test_products_of_experts_are_kept_for_each_that_a_token_goes_to():
         for ep in (1, 8)
     }
     assert kept[1].products.mlp == 0  # no product of all experts is on its list
-    assert kept[8].products.mlp == pytest.approx(2 * 2 * routed * 4096)
+    assert kept[8].products.mlp == pytest.approx(2 * 2 * 1.3 * routed * 4096)
 
 
 def test_experts_work_on_all_tokens_that_come_to_them():
@@ -472,7 +476,7 @@ def test_experts_work_on_all_tokens_that_come_to_them():
         known = job(dims, rows=1, seq_len=8192, program="stepwell", dp_shard=8)
         blocks = block_of(dims, known.layout), block_of(dims, known.layout, experts)
         worked.append(rank_of(known, 0, *blocks).workspace)
-    more = 2 * 2 * 14336 * (2 * 1.3 - 1) * 8192
+    more = 2 * 2 * 14336 * (2 - 1) * 8192
     assert worked[1] - worked[0] == pytest.approx(more)
     eager = [
         footprint(job(mixtral, dp_shard=8, ep=ep, compiled=False, flash=True), 0, NOTHING)

@@ -189,7 +189,7 @@ def routed_tokens(dims: Dims, layout: Arrangement) -> float:
     """Tokens of a micro-batch that the busiest rank's experts see, each once for every expert."""
     assert dims.experts
     num = layout.micro_batch_rows * layout.seq_len / layout.cp
-    return num / layout.tp * dims.experts.top_k * layout.imbalance
+    return num / layout.tp * dims.experts.top_k * layout.expert_imbalance
 
 
 def _experts(dims: Dims, layout: Arrangement, at: Tokens, a: int, w: int) -> float:

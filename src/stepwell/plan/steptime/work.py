@@ -245,7 +245,7 @@ def _expert_matrices(dims: Dims, layout: Arrangement, processors: int, tokens: i
     own = tokens / layout.tp if layout.sequence_parallel else tokens
     local = e.num_experts / layout.ep
     each = own * layout.ep * e.top_k / e.num_experts
-    each *= layout.imbalance if layout.ep > 1 else 1.0
+    each *= layout.expert_imbalance
     found = _mlp(dims, e.d_ff, max(1, round(each)), processors, low, local)
     if e.num_shared:
         found += _mlp(dims, e.num_shared * e.d_ff // layout.tp, tokens, processors, low)
