@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -48,9 +49,18 @@ GIB = 2**30
 def real_steps(runs, micro_batches):
     found = []
     for run, number in zip(runs, micro_batches, strict=True):
+        debug._clear_sharding_prop_cache()  # has groups of an equal mesh before this one
         batch = full_rows(run, number * run.train.micro_batch_rows)
         found.append(count_step(run, init_distributed(run.layout), batch, stand_in(run)))
     return found
+
+
+def unwaited_bytes(layout, counted):
+    """With several stages on a rank, torch waits at the step's end for what was sent in it. Gloo
+    holds it until then; NCCL's watchdog lets go of it once it is sent."""
+    if layout.pp_stages_per_rank == 1:
+        return 0
+    return sum(one.calls * one.num_bytes for one in counted.issued if one.kind == "send")
 
 
 def assert_like_real_ranks(layouts, num_ranks, m=None):
@@ -65,8 +75,10 @@ def assert_like_real_ranks(layouts, num_ranks, m=None):
             assert sorted(fake.issued) == sorted(real.issued), case
             for item in ("parameters", "gradients", "optimizer", "gathered", "activations"):
                 assert getattr(fake, item) == getattr(real, item), f"{case}: {item}"
+            unwaited = unwaited_bytes(runs[i].layout, fake)
             for phase, peak in real.peaks.items():
-                assert fake.peaks[phase] == pytest.approx(peak, rel=0.05), f"{case}: {phase}"
+                low = 0.95 * peak - (0 if phase == "optimizer" else unwaited)
+                assert low <= fake.peaks[phase] <= 1.05 * peak, f"{case}: {phase}"
 
 
 def named(*names):
