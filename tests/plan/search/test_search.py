@@ -314,6 +314,7 @@ def test_the_leanest_that_is_named_obeys_what_is_held_fixed():
     pins = Pins(zero=1, schedule="interleaved-1f1b", stages_per_rank=2, offload=())
     found = search(big.dims, H100, 16, SEQ_LEN, BATCH, pins, big.config)
     assert found.lacks_memory
+    assert found.closest is not None
     layout = found.closest.layout
     assert (layout.zero, layout.schedule, layout.stages_per_rank) == (1, "interleaved-1f1b", 2)
 
