@@ -30,6 +30,7 @@ def test_the_trace_is_of_that_step_and_lasts_as_long(tmp_path):
     assert path.name == "step-2-rank-0.json.gz"
     trace = read_trace(path)
     assert [window.number for window in trace.steps] == [2]
+    assert (trace.world, trace.rank) == (1, 0)
     seconds = read_metrics(tmp_path)[1]["time/step_s"]
     assert trace.steps[0].seconds == pytest.approx(seconds, rel=0.2)
     measured = parts_of(trace, ALONE)

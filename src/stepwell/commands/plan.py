@@ -19,6 +19,7 @@ from stepwell.commands.ranks import fewest_ranks
 from stepwell.commands.training import find_recipe, with_weights
 from stepwell.config import Run
 from stepwell.files import write_text
+from stepwell.hardware import GIB
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster, cluster, read_cluster
 from stepwell.plan.dims import Subject, find_model
@@ -33,7 +34,7 @@ from stepwell.plan.search.candidates import Candidate, Ranking, nothing_fits, pa
 from stepwell.plan.search.checks import left_open, pins_text
 from stepwell.plan.search.fewest import fewest_gpus
 from stepwell.plan.search.prices import Prices, as_run
-from stepwell.plan.search.runs import run_of, short, values_of
+from stepwell.plan.search.runs import offloaded, run_of, short, values_of
 from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
 from stepwell.sections.methods import DPO, SampledMethod
@@ -185,8 +186,11 @@ def _together(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> 
 
 
 def _fastest(found: Gap | None, prices: Prices, task: Task) -> Candidate | None:
-    """Whatever else is held fixed, at the rates that a trace shows, if there is one."""
+    """Whatever else is held fixed, at the rates that a trace shows, if there is one; None where
+    they are another device's."""
     if found is not None and found.comparison is not None:
+        if not found.comparison.of_device:
+            return None
         prices = found.comparison.fitted.prices(prices)
     pins = Pins(headroom_bytes=task.pins.headroom_bytes)
     ranking = search(
@@ -216,7 +220,19 @@ def _assumed_of_model(asked: Asked, subject: Subject, ranking: Ranking) -> tuple
         found.append(f"a batch of {task.tokens:,} tokens (--global-batch-tokens)")
     elif tokens != task.tokens:
         found.append(f"{tokens:,} tokens a step are rounded to whole rows")
-    return tuple(found)
+    return (*found, *_assumed_of_machine(ranking.best))
+
+
+def _assumed_of_machine(best: Candidate) -> list[str]:
+    """Its memory, where the plan leans on it."""
+    host = best.memory.host
+    if host.known or not offloaded(best.layout):
+        return []
+    return [
+        f"machines with {host.room / GIB:,.0f} GiB of their own, as is usual beside "
+        f"{best.job.cluster.gpus_per_node} x {best.job.cluster.accelerator.name}: offload needs "
+        f"{host.total / GIB:,.0f} GiB of each (host_memory_gib of --cluster)"
+    ]
 
 
 def _longer(subject: Subject, seq_len: int) -> str:
@@ -300,7 +316,7 @@ def _recipe(asked: Asked) -> int:
         together=() if quick else tuple(_together(measured, prices, candidate, task)),
         fastest=fastest,
         gap=measured,
-        assumed=(*assumed, *_assumed(asked, world, run)),
+        assumed=(*assumed, *_assumed(asked, world, run), *_assumed_of_machine(candidate)),
         method=method,
     )
     if "write" in asked.given:

@@ -38,7 +38,7 @@ from stepwell.plan.measured.shown import (
     link_rows,
 )
 from stepwell.plan.methods.text import configured
-from stepwell.plan.search.candidates import Candidate
+from stepwell.plan.search.candidates import Candidate, Ranking
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
@@ -69,9 +69,7 @@ def searched(answer: Searched, most: int) -> Group:
         names = "; ".join(short(c.layout) for c in close[:3])
         parts.append(note(f"Within {100 * (TOO_CLOSE - 1):.0f} %, too close to call: {names}."))
     if ranking.offload:
-        parts.append(
-            note(f"Nothing fits without offload; to the host: {', '.join(ranking.offload)}.")
-        )
+        parts.append(note(offload_text(ranking)))
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
         parts += [*knobs_and_fastest(answer, best)]
@@ -91,6 +89,17 @@ def searched(answer: Searched, most: int) -> Group:
         parts += ["", title("Speed against memory left, and batch"), pareto_table(answer)]
     parts += ["", title("What was looked at"), *looked_at(answer)]
     return Group(*parts)
+
+
+def offload_text(ranking: Ranking) -> str:
+    """Why something goes to the host though nobody asked."""
+    kinds, without = " and ".join(ranking.offload), ranking.resident_s
+    if without == math.inf:
+        return f"Nothing fits without offload; to the host: {kinds}."
+    return (
+        f"To the host: {kinds}; without offload, what fits computes activations again and takes "
+        f"{seconds_text(without)}."
+    )
 
 
 def reviewed(answer: Review) -> Group:
@@ -120,6 +129,8 @@ def reviewed(answer: Review) -> Group:
 def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[RenderableType]:
     """Against the measured step where its parts are known, else against the predicted one."""
     found = None if answer.gap is None else answer.gap.comparison
+    if found is not None and not found.of_device:
+        return []
     before = now.step_s if found is None else found.measured.step_s
     gains = {} if answer.gap is None else answer.gap.gains
     parts: list[RenderableType] = [
@@ -470,7 +481,8 @@ def comparison_lines(gap: Gap) -> list[RenderableType]:
         if cause.eased_by:
             text.append(f" Shrinks it most: {easing(cause.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))
-    lines.append(note("Knobs below: gains of the measured step, at the rates that it shows."))
+    if comparison.of_device:
+        lines.append(note("Knobs below: gains of the measured step, at the rates that it shows."))
     return lines
 
 

@@ -4,6 +4,7 @@ Chrome trace."""
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ class StepTrace:
         self._number = 0 if alike else run.log.profile_step
         self._path = Path(run.dir) / TRACES / f"step-{self._number}-rank-{mesh.rank}.json.gz"
         self._device = mesh.device.type
+        self._ranks = {"rank": mesh.rank, "world_size": mesh.world}
         self._running: tuple[Any, Any] | None = None
 
     def begin(self, step: int) -> None:
@@ -44,6 +46,8 @@ class StepTrace:
             activities.append(ProfilerActivity.CUDA)
         profiler, span = profile(activities=activities), record_function(f"ProfilerStep#{step}")
         profiler.start()
+        if self._ranks["world_size"] == 1:  # of several, torch tells it itself
+            profiler.add_metadata_json("distributedInfo", json.dumps(self._ranks))
         span.__enter__()
         self._running = profiler, span
 

@@ -143,8 +143,21 @@ def test_a_trace_of_something_else_is_refused_or_doubted(tmp_path):
     (doubt,) = compare(read(tmp_path), stage2, EIGHT.config, deep=False).doubts
     assert "the layout or the batch another" in doubt
     on_a100 = replace(JOB, cluster=cluster("a100-80g"))
-    doubts = compare(read(tmp_path), on_a100, EIGHT.config, deep=False).doubts
-    assert "NVIDIA H100 80GB HBM3 (h100-sxm), and a100-80g is planned" in doubts[0]
+    found = compare(read(tmp_path), on_a100, EIGHT.config)
+    assert "NVIDIA H100 80GB HBM3 (h100-sxm), and a100-80g is planned" in found.doubts[0]
+    assert "give --gpu h100-sxm" in found.doubts[0]
+    assert found.lines
+    assert not any((found.of_device, found.causes, found.knobs, found.together))
+
+
+def test_a_trace_of_a_cpu_is_a_table_and_no_advice_for_a_gpu(tmp_path):
+    of_cpu = replace(read(tmp_path, links=2.0), device="")
+    found = compare(of_cpu, JOB, EIGHT.config)
+    assert "it is of a CPU, and h100-sxm is planned" in found.doubts[0]
+    assert found.lines
+    assert not any((found.of_device, found.causes, found.knobs, found.together))
+    unknown = compare(replace(of_cpu, device="a device of next year"), JOB, EIGHT.config)
+    assert all((unknown.of_device, unknown.causes, unknown.knobs, unknown.together))
 
 
 def test_tensor_ranks_and_stages(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,9 @@ import pytest
 from stepwell.config import Run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.job import job_of
+from stepwell.plan.measured.gap import SLOWEST, measured_step_s
 from stepwell.plan.measured.source import measured_at, newest_trace, step_seconds
+from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import preset
 from stepwell.types import ConfigError, DataError
 from tests.plan.measured import traces
@@ -66,6 +69,27 @@ def test_what_is_refused(tmp_path):
         measured_at(tmp_path, JOB, RUN.model)
     finished(tmp_path, [0.1])
     with pytest.raises(ConfigError, match="cannot be: a step of 0.1 s would be an MFU of"):
+        measured_at(tmp_path, JOB, RUN.model, RUN)
+
+
+def test_seconds_that_nothing_explains_are_refused_whatever_they_come_as(tmp_path):
+    most = SLOWEST * predict_step(JOB).total_s
+    tokens = JOB.layout.global_batch_tokens
+    assert measured_step_s({"step_s": most}, JOB) == most
+    assert measured_step_s({"tokens_per_s": 1.001 * tokens / most}, JOB) < most
+    finished(tmp_path, [0.99 * most] * 10)
+    assert measured_at(tmp_path, JOB, RUN.model, RUN).suspects
+    said = r"is of no such step.*over 100 times the .* s predicted on 64 x h100-sxm.*another unit"
+    for given in (
+        {"step_s": 1.001 * most},
+        {"step_s": math.inf},
+        {"mfu": 1e-6},
+        {"tokens_per_s": 0.999 * tokens / most},
+    ):
+        with pytest.raises(ConfigError, match=said):
+            measured_step_s(given, JOB)
+    finished(tmp_path, [1.01 * most] * 10)
+    with pytest.raises(ConfigError, match=said):
         measured_at(tmp_path, JOB, RUN.model, RUN)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from stepwell.plan.comms.collectives import Sent, collectives
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
-from stepwell.plan.measured.likeness import axis_name, doubts_of
+from stepwell.plan.measured.likeness import axis_name, check_ranks, doubts_of, other_device
 from stepwell.plan.measured.parts import COPIES, IDLE, Measured, Messages, parts_of
 from stepwell.plan.measured.trace import Trace
 from stepwell.plan.search.prices import Prices
@@ -23,7 +23,6 @@ from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.flows import ring_rate
 from stepwell.plan.steptime.step import StepTime, ledger, predict_step
 from stepwell.sections.model import ModelConfig
-from stepwell.types import ConfigError
 
 LEAST_SHARE = 0.01  # of a step, below which a difference is not worth a cause
 MOST_KNOBS = 3
@@ -126,7 +125,8 @@ class Fitted:
 class Comparison:
     """lines: of both steps, which add up to each but for what is next to nothing. predicted_s: of a
     step. knobs, together: gains of the measured step. doubts: why the trace may be of something
-    else than what is planned."""
+    else than what is planned. of_device: it may be of the device that is planned; else there are
+    neither causes nor knobs, whose rates would be another device's."""
 
     measured: Measured
     predicted_s: float
@@ -137,31 +137,29 @@ class Comparison:
     together: tuple[Knob, ...]
     fitted: Fitted
     doubts: tuple[str, ...]
+    of_device: bool
 
 
 def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = True) -> Comparison:
     """deep: also the knobs one after the other. config: the engine's model, if it has it. Raises
     ConfigError for a trace of another number of ranks."""
-    world = job.layout.num_gpus
-    if trace.world is not None and trace.world != world:
-        raise ConfigError(
-            f"--measured: the trace is of {trace.world:,} ranks, and {world:,} are planned; give "
-            f"--gpus {trace.world}"
-        )
+    check_ranks(trace, job.layout.num_gpus)
     measured = parts_of(trace, job.layout)
     step = predict_step(job)
     lines = tuple(_lines(measured, step))
     links = tuple(links_of(measured, job))
     fitted = fit(job, measured)
+    sent = {link.axis: (link.messages.wire_bytes, link.predicted_bytes) for link in links}
+    doubts = tuple(doubts_of(trace, sent, job))
+    plain = Comparison(measured, step.total_s, lines, links, (), (), (), fitted, doubts, False)
+    if other_device(trace, job):
+        return plain
     prices = fitted.prices(Prices(job.dims, job.cluster, config))
     task, layout = task_of(job), fitted.job.layout
     found = tuple(knobs(prices, task, layout, config, fitted.beside_s))
     more = tuple(together(prices, task, layout, config, fitted.beside_s)) if deep else ()
-    of_job = trace.device != ""  # a CPU's differences are those of another device
-    causes = tuple(_causes(lines, links, measured, job, fitted, found)) if of_job else ()
-    sent = {link.axis: (link.messages.wire_bytes, link.predicted_bytes) for link in links}
-    doubts = tuple(doubts_of(trace, sent, job))
-    return Comparison(measured, step.total_s, lines, links, causes, found, more, fitted, doubts)
+    causes = tuple(_causes(lines, links, measured, job, fitted, found))
+    return replace(plain, causes=causes, knobs=found, together=more, of_device=True)
 
 
 def task_of(job: Job) -> Task:

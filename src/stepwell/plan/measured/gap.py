@@ -20,6 +20,7 @@ MEASURES = ("step_s", "mfu", "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per
 LEAST_SHARE = 0.1  # of the gap, below which a cause is not worth a line
 WITHIN = 1.02  # no slower than predicted
 MOST_ADVICE = 2
+SLOWEST = 100.0  # times the predicted step: nothing that is known here explains more
 WAITING = "waiting"
 # Shares of the expected rate that are seen in practice; less is hardly the only cause. Networks
 # lose cards, RDMA or their routes; clocks fall by a third at most before a GPU is replaced.
@@ -188,7 +189,9 @@ def measured_step_s(given: Mapping[str, float], job: Job) -> float:
     name, value = next(iter(given.items()))
     if not value > 0:
         raise ConfigError(f"--measured {name}={value:g} must be above 0")
-    return check_possible(ways[name](value), f"{name}={value:g}", job, step)
+    seconds, what = ways[name](value), f"{name}={value:g}"
+    check_possible(seconds, what, job, step)
+    return check_explained(seconds, what, job, step)
 
 
 def check_possible(seconds: float, what: str, job: Job, step: StepTime) -> float:
@@ -200,5 +203,19 @@ def check_possible(seconds: float, what: str, job: Job, step: StepTime) -> float
             f"{100 * least / seconds:.0f} %; at the peak rate of {job.layout.num_gpus:,} x "
             f"{job.cluster.name} its products alone take {least:.4g} s. Is it of another model, "
             "batch or number of GPUs?"
+        )
+    return seconds
+
+
+def check_explained(seconds: float, what: str, job: Job, step: StepTime) -> float:
+    """The seconds of a step of which no more is known than that. Raises ConfigError where they are
+    more than `SLOWEST` times what is predicted."""
+    most = SLOWEST * step.total_s
+    if not seconds <= most:
+        raise ConfigError(
+            f"--measured {what} is of no such step: {seconds:.3g} s are over {SLOWEST:.0f} times "
+            f"the {step.total_s:.3g} s predicted on {job.layout.num_gpus:,} x {job.cluster.name}, "
+            f"and nothing explains more than {most:.4g} s. Is it in another unit (step_s is in "
+            "seconds, tokens_per_s of all GPUs, mfu a share), or of another batch, model or device?"
         )
     return seconds

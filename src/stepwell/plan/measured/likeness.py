@@ -9,6 +9,7 @@ from stepwell.hardware import match_accelerator
 from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.measured.trace import Trace
+from stepwell.types import ConfigError
 
 UNLIKE_BYTES = 0.2  # by which a trace's bytes and the plan's may differ
 ALIKE_BYTES = 0.05  # within which another layout is taken to be the one that was measured
@@ -18,14 +19,47 @@ def axis_name(axis: str) -> str:
     return axis if axis in ("tp", "cp", "ep", "pp", "world") else "data"
 
 
-def doubts_of(trace: Trace, sent: Mapping[str, tuple[float, float]], job: Job) -> Iterator[str]:
-    """sent: bytes a step by axis, in the trace and as planned."""
+def check_ranks(trace: Trace, world: int) -> None:
+    """Raises ConfigError for a trace of another number of ranks than `world`. One that does not say
+    how many they were is of one if it sends nothing, else of as many as its largest group or
+    more."""
+    sizes = [piece.message.num_ranks for piece in trace.pieces if piece.message is not None]
+    if trace.world is not None:
+        told = "one rank" if trace.world == 1 else f"{trace.world:,} ranks"
+        fewest, fits = trace.world, trace.world == world
+    elif sizes:
+        fewest = max(2, *sizes)
+        told, fits = f"{fewest:,} ranks or more", fewest <= world
+    else:
+        fewest, told, fits = 1, "one rank, for it sends nothing", world == 1
+    if not fits:
+        are = "is" if world == 1 else "are"
+        raise ConfigError(
+            f"--measured: the trace is of {told}, and {world:,} {are} planned; give --gpus {fewest}"
+        )
+
+
+def other_device(trace: Trace, job: Job) -> str:
+    """Why the trace cannot be of the device that is planned; empty if it may be."""
     planned = job.cluster.accelerator.name
     if not trace.device:
-        yield f"the trace has no kernels: it is of a CPU, and {planned} is planned"
+        return (
+            f"the trace has no kernels: it is of a CPU, and {planned} is planned; what gains on it "
+            "is told from a trace of it"
+        )
     device = match_accelerator(trace.device)
-    if device is not None and device.name != planned:
-        yield f"the trace is of {trace.device} ({device.name}), and {planned} is planned"
+    if device is None or device.name == planned:
+        return ""
+    return (
+        f"the trace is of {trace.device} ({device.name}), and {planned} is planned; for what gains "
+        f"there, give --gpu {device.name}"
+    )
+
+
+def doubts_of(trace: Trace, sent: Mapping[str, tuple[float, float]], job: Job) -> Iterator[str]:
+    """sent: bytes a step by axis, in the trace and as planned."""
+    if other := other_device(trace, job):
+        yield other
     for axis, (found, wanted) in sent.items():
         if axis != "world" and found and wanted and abs(found / wanted - 1) > UNLIKE_BYTES:
             yield (

@@ -101,4 +101,5 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "rates": rates.as_dict(),
         "beside_s": comparison.fitted.beside_s,
         "doubts": list(comparison.doubts),
+        "of_device": comparison.of_device,
     }

@@ -11,7 +11,7 @@ from stepwell.config import Run
 from stepwell.metrics import METRICS_FILE, read_metrics
 from stepwell.plan.job import Job
 from stepwell.plan.measured.compare import compare
-from stepwell.plan.measured.gap import Gap, check_possible, gap
+from stepwell.plan.measured.gap import Gap, check_explained, check_possible, gap
 from stepwell.plan.measured.likeness import sent_like
 from stepwell.plan.measured.parts import parts_of
 from stepwell.plan.measured.trace import Trace, read_trace
@@ -49,7 +49,8 @@ def measured_at(
     trace = newest_trace(path)
     if trace is None:
         text = f"{path}, the median of {num_steps:,} steps"
-        check_possible(seconds, str(path), job, predict_step(job))
+        step = predict_step(job)
+        check_explained(check_possible(seconds, str(path), job, step), str(path), job, step)
         return gap(job, seconds, config, text)
     beside = f"; the median of {num_steps:,} steps in {METRICS_FILE} is {seconds:.4g} s"
     return _of_trace(trace, read_trace(trace), job, config, deep, beside)
