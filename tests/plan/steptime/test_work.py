@@ -1,9 +1,19 @@
 """What a step asks for: FLOPs against the closed form, tiles, recomputation, experts."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepwell.models.quantize import dequantise_nf4, quantise_nf4
+from stepwell.plan.job import Adapters
 from stepwell.plan.steptime.step import flops_per_token
-from stepwell.plan.steptime.work import blocks_of_ranks, fill, work_of
+from stepwell.plan.steptime.work import (
+    KERNELS_NF4,
+    NF4_MOVED_BYTES,
+    blocks_of_ranks,
+    fill,
+    work_of,
+)
 from tests.plan.jobs import LLAMA_8B, LLAMA_70B, MIXTURE, changed, job
 
 PROCESSORS = 132
@@ -103,3 +113,53 @@ def test_a_pipeline_whose_blocks_do_not_divide_spares_its_ends():
     assert blocks_of_ranks(80, job().layout) == (80, 80)
     split = changed(job(pp=2, dp_shard=4), stage_blocks=(18, 14)).layout
     assert blocks_of_ranks(32, split) == (18, 14)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_matrix_in_4_bits_is_restored_each_time_it_is_used(recompute):
+    """Forward, backward, and where the block is computed again; products are the same."""
+    in_16, in_4 = (
+        work_of(job(adapters=Adapters(16, ("wq", "w_down"), quantized=four), recompute=recompute))
+        for four in (False, True)
+    )
+    elements = LLAMA_8B.d_model * (LLAMA_8B.q_width + LLAMA_8B.d_ff)
+    (one, *_), (other, *_) = in_16.blocks[0], in_4.blocks[0]
+    again = recompute != "none"
+    for name in ("forward", "backward", "again")[: 2 + again]:
+        before, after = getattr(one, name), getattr(other, name)
+        assert after.moved_bytes - before.moved_bytes == NF4_MOVED_BYTES * elements
+        assert after.num_kernels > before.num_kernels
+        assert after.products == before.products
+    assert again or other.again is None
+
+
+def test_restoring_moves_what_its_tensors_are_read_and_written_for():
+    """Of models/quantize: each operator's inputs and outputs, but the table of levels, which stays
+    on the chip."""
+    weight = quantise_nf4(torch.randn(256, 1024))
+    moved = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            if not func.is_view:
+                table = func.overloadpacket is torch.ops.aten.embedding
+                read = [x for x in args[1 if table else 0 :] if isinstance(x, torch.Tensor)]
+                moved.append(out.nbytes + sum(x.nbytes for x in read))
+            return out
+
+    with Counting():
+        dequantise_nf4(weight, torch.bfloat16)
+    assert sum(moved) / (256 * 1024) == pytest.approx(NF4_MOVED_BYTES, rel=0.03)
+    assert len(moved) == pytest.approx(KERNELS_NF4, abs=1)
+
+
+def test_adapters_train_no_base():
+    """Whatever their rank: its weights have no gradients; adapters' products come on top."""
+    tokens = job().layout.tokens_of_rank
+    asked = work_of(job(adapters=Adapters(4096, ("wq",))))
+    piece = asked.blocks[0][0]
+    base = 2 * tokens * (LLAMA_8B.attention_parameters + LLAMA_8B.mlp_parameters(LLAMA_8B.d_ff))
+    own = 2 * tokens * 4096 * (LLAMA_8B.d_model + LLAMA_8B.q_width)
+    assert sum(p.flops for p in piece.forward.products) == pytest.approx(base + own)
+    assert sum(p.flops for p in piece.backward.products) == pytest.approx(base + 2 * own)

@@ -103,7 +103,8 @@ class Ledger:
 def ledger(job: Job) -> Ledger:
     copies = job.dims.experts.top_k if job.dims.experts else 1
     sent = collectives(job)
-    if job.layout.trained_share < 1:
+    counted_apart = job.layout.adapters is not None
+    if job.layout.trained_share < 1 and not counted_apart:
         sent = [_of_trained(one, job.layout.trained_share) for one in sent]
     if job.layout.program == "fsdp" and job.layout.compiled and job.layout.precision == "fp8":
         sent = [_in_8_bits(one) for one in sent]
@@ -475,7 +476,7 @@ def _useful_flops(job: Job) -> tuple[float, float]:
     layout = job.layout
     matrices, attention = flops_per_token(job.dims, layout.seq_len)
     scale = layout.global_batch_tokens / layout.num_gpus
-    trained = 3.0 if layout.trained_share > 0.5 else 2.0
+    trained = 3.0 if layout.trains_base else 2.0
     return trained * matrices * scale, 3 * attention * scale
 
 

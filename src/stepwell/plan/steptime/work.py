@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from stepwell.plan.footprint.pieces import recomputed_of_ranks
+from stepwell.plan.footprint.pieces import recomputed_of_ranks, target_sizes
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import PROCESSORS, generation
 
@@ -38,6 +38,11 @@ KERNELS_FUSED, KERNELS_EAGER = 16, 32
 # brought to low precision; of experts that see every token; of latent attention's projections.
 KERNELS_ROUTING, KERNELS_EXPERT, KERNELS_EXPERT_LOW = 85, 1.5, 4.0
 KERNELS_SHARED, KERNELS_LATENT = 10, 60
+# Of an adapted matrix: the adapter's two products, its scale, the sum.
+KERNELS_ADAPTER = 4
+# Restoring a matrix from 4 bits (models/quantize), of an element: codes widened to 32 bits (2.5
+# bytes), looked up (6), scaled (8), rounded to 16 (6), and a scale for each 64 (0.5); its kernels.
+NF4_MOVED_BYTES, KERNELS_NF4 = 23.0, 14
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,9 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         moved[0],
         num_kernels,
     )
-    trained = 1 if layout.trained_share > 0.5 else 0
+    adapted = _adapters(dims, layout, processors, tokens)
+    forward = _plus(forward, adapted.forward)
+    trained = 1 if layout.trains_base else 0
     backward = Pass(
         tuple(p for m in matrices for p in m[1 : 2 + trained]),
         tuple(p for s in scores for p in s[1:]),
@@ -220,7 +227,44 @@ def _block(dims: Dims, layout: Arrangement, processors: int, tokens: int, expert
         moved[1],
         1.5 * num_kernels,
     )
+    backward = _plus(backward, adapted.backward)
     return Piece(forward, backward, _again(layout, forward, matrices, num_scores))
+
+
+def _adapters(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piece:
+    """Their own products, and the sums with the base's. A matrix in 4 bits is restored each time it
+    is used: in either pass, in DoRA once more for the lengths of its rows."""
+    if layout.adapters is None:
+        return Piece(NOTHING, NOTHING, None)
+    adapters, sizes = layout.adapters, target_sizes(dims, layout)
+    products, summed, added = [], 0.0, 0.0
+    for rows, columns in sizes:
+        products.append(linear(tokens, columns, adapters.rank, processors, low=False))
+        products.append(linear(tokens, adapters.rank, rows, processors, low=False))
+        summed += HALF * tokens * 5 * rows  # scaled, added to the base's product
+        added += HALF * tokens * (2 * rows + 3 * columns)  # scaled, gradients of the input added
+    restored = sum(rows * columns for rows, columns in sizes) if adapters.quantized else 0
+    kernels, fours = KERNELS_ADAPTER * len(sizes), KERNELS_NF4 * len(sizes) if restored else 0
+    uses = 2 if adapters.dora else 1
+    moved = NF4_MOVED_BYTES * restored
+    return Piece(
+        Pass(tuple(m[0] for m in products), (), 0.0, uses * moved, summed, kernels + uses * fours),
+        Pass(
+            tuple(p for m in products for p in m[1:]), (), 0.0, moved, added, 1.5 * kernels + fours
+        ),
+        None,
+    )
+
+
+def _plus(one: Pass, other: Pass) -> Pass:
+    return Pass(
+        one.products + other.products,
+        one.scores + other.scores,
+        one.flash_flops + other.flash_flops,
+        one.moved_bytes + other.moved_bytes,
+        one.fusible_bytes + other.fusible_bytes,
+        one.num_kernels + other.num_kernels,
+    )
 
 
 def _recomputing(piece: Piece, share: float) -> Piece:
@@ -341,7 +385,7 @@ def _head(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piec
     wide = dims.vocab_size // layout.tp
     forward, of_input, of_weights = linear(tokens, dims.d_model, wide, processors, low=False)
     moved = tokens * wide * LOGIT_BYTES / 2
-    trained = (of_weights,) if layout.trained_share > 0.5 else ()
+    trained = (of_weights,) if layout.trains_base else ()
     return Piece(
         Pass((forward,), (), 0.0, moved, 0.0, 10),
         Pass((of_input, *trained), (), 0.0, moved, 0.0, 10),
