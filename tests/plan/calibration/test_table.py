@@ -33,7 +33,10 @@ def refused(row: dict[str, str], reason: str) -> None:
 @pytest.mark.parametrize(
     ("name", "bad", "reason", "good"),
     [
-        ("dg0055", {"n_layers": "17"}, "pp=4 x vpp=5 are more stages than", {"n_layers": "18"}),
+        ("dg0055", {"n_layers": "17", "n_params_total": "", "n_params_active": ""},
+         "pp=4 x vpp=5 are more stages than",
+         {"n_layers": "18", "n_params_total": "", "n_params_active": "", "tflops_per_gpu": "",
+          "mfu_pct": ""}),
         ("dg0055", {"vpp": "1000"}, "pp=4 x vpp=1000 are more stages", {"vpp": "20"}),
         ("dg0055", {"vpp": "1.5"}, "vpp='1.5' is not a whole number", {"vpp": "2.0"}),
         ("lf0001", {"vpp": "2"}, "vpp=2 is of a pipeline, and pp=1 has none", {"vpp": "1"}),
@@ -49,7 +52,9 @@ def refused(row: dict[str, str], reason: str) -> None:
         ("lf0001", {"ep": "8"}, "ep=8 without n_experts", {"ep": "1"}),
         ("mb0050", {"ep": "3"}, "ep=3 does not divide n_experts=128", {"ep": "4"}),
         ("mb0050", {"ep": "128"}, "does not divide the", {"ep": "1"}),
-        ("mb0050", {"top_k": "129"}, "top_k=129 is more than n_experts=128", {"top_k": "128"}),
+        ("mb0050", {"top_k": "129"}, "top_k=129 is more than n_experts=128",
+         {"top_k": "128", "n_params_active": "", "tflops_per_gpu": "", "step_time_s": "100",
+          "tokens_per_s_per_gpu": "", "mfu_pct": ""}),
         ("lf0001", {"top_k": "2"}, "top_k='2' without n_experts", {"top_k": ""}),
         ("lf0001", {"workload": "banana"}, "workload='banana' is none of pretrain, sft, lora",
          {"workload": "SFT"}),
@@ -61,7 +66,8 @@ def refused(row: dict[str, str], reason: str) -> None:
         ("lf0001", {"dp": "256"}, "dp=256 is not n_gpus / (tp x pp x cp) = 512", {"dp": "512"}),
         ("lf0001", {"zero_stage": "4"}, "zero_stage='4' is none of", {"zero_stage": "HSDP"}),
         ("lf0001", {"shard_group": "7"}, "groups of 7 ranks", {"shard_group": "8"}),
-        ("lf0001", {"gpu": "A100"}, "(did you mean 'a100-40g'?)", {"gpu": "H100-SXM"}),
+        ("lf0001", {"gpu": "A100"}, "gpu='A100' is of several: a100-40g, a100-80g",
+         {"gpu": "H100-SXM"}),
         ("lf0001", {"precision": "mxfp8"}, "h100-sxm has no units for", {"precision": "BF16"}),
         ("dg0055", {"schedule": "zbv"}, "schedule='zbv' cannot have vpp=5; the nearest is 2",
          {"schedule": "zbv", "vpp": "2"}),
@@ -69,7 +75,7 @@ def refused(row: dict[str, str], reason: str) -> None:
         ("lf0001", {"imbalance": ".5"}, "imbalance='.5' must be at least 1", {"imbalance": "1"}),
         ("lf0001", {"trained_share": "2"}, "must be at most 1", {"trained_share": "1"}),
         ("lf0001", {"offload": "optimizer+x"}, "offload='x' is none of", {"offload": "none"}),
-        ("lf0001", {"step_time_s": "0.001"}, "beats the peak", {"step_time_s": "15"}),
+        ("lf0001", {"step_time_s": "0.001"}, "beats the peak", {"step_time_s": "16"}),
         ("lf0001", {"peak_mem_gib": "60000"}, "more than the 79.1 GiB of h100-sxm",
          {"peak_mem_gib": "79"}),
     ],
@@ -135,7 +141,7 @@ def test_what_is_assumed_is_said(rows, change, said):
 
 
 def test_a_network_matters_only_between_machines(rows):
-    row = rows["lf0001"] | {"interconnect": "", "n_gpus": "8", "dp": "8", "step_time_s": "2000"}
+    row = rows["lf0001"] | {"interconnect": "", "n_gpus": "8", "dp": "8", "step_time_s": ""}
     assert not read_row(row, "x").assumed
 
 
@@ -170,6 +176,17 @@ def test_nothing_of_a_table_is_lost(rows, tmp_path):
     assert list(found.reasons()) == ["cells: …, columns: …"]
 
 
+def test_files_that_are_no_tables(rows, tmp_path):
+    with pytest.raises(DataError, match=r"there is no table .*none.csv"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(DataError, match=r"cannot be read: Is a directory$"):
+        read_table(tmp_path)
+    for encoding in ("utf-16", "utf-16-le"):
+        path = write(tmp_path / "t.csv", [rows["lf0001"]], encoding=encoding)
+        with pytest.raises(DataError, match="is no text in UTF-8; save it as CSV in UTF-8"):
+            read_table(path)
+
+
 @pytest.mark.parametrize("lines", [0, 1])
 def test_a_table_without_rows(rows, tmp_path, lines):
     path = write(tmp_path / "t.csv", [rows["lf0001"]])
@@ -192,4 +209,5 @@ def test_columns_that_are_there_twice_or_misspelt(rows, tmp_path):
 
 def test_alike_reasons_add_up():
     assert like("tp=3 does not divide n_heads=64") == like("tp=5 does not divide n_heads=32")
+    assert like("0.001 s beat 1,024 h100-sxm, 1e-05 s") == "… s beat … h100-sxm, … s"
     assert like("gpu='x' is none of a, b") != like("fit='x' is none of a, b")

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.plan.calibration.table import read_runs, shipped_ids, shipped_table
+from stepwell.plan.calibration.table import (
+    measurement,
+    read_runs,
+    shipped_measurements,
+    shipped_table,
+)
 from stepwell.plan.calibration.validation import (
     Errors,
     errors,
@@ -102,7 +107,7 @@ def test_runs_outside_the_table_are_predicted_nearly_as_well():
     found = validate(Path(__file__).parents[3] / "benchmarks" / "plan_outside_runs.csv")
     assert not found.skipped
     assert len(found.predictions) >= 70
-    assert not shipped_ids() & {p.run.row_id for p in found.predictions}
+    assert not shipped_measurements() & {measurement(p.run) for p in found.predictions}
     assert found.step_errors()["all"].median_error < 0.1
     assert (mean_correlation(found.sweeps()) or 0.0) > 0.5
 
@@ -152,8 +157,9 @@ def test_a_table_of_a_user_s_own(tmp_path):
     found = validate(tmp_path / "mine.csv")
     assert found.step_errors()["all"].num == 1
     assert sum(found.fit_table().values()) == 2
-    for row, name in zip(rows, ("own", "bad"), strict=True):
-        row["id"] = name
+    assert "2 of them are rows that the coefficients were fitted to" in "\n".join(found.lines())
+    rows[0] |= {"tokens_per_s_per_gpu": "", "step_time_s": "17"}  # another run's, of the same id
+    rows[1]["id"] = "bad"
     rows[1]["gpu"] = "h100-sxn"
     with open(tmp_path / "other.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, rows[0])
@@ -163,5 +169,5 @@ def test_a_table_of_a_user_s_own(tmp_path):
     assert "were fitted to" not in text
     assert "unknown accelerator 'h100-sxn'" in text
     assert ": bad" in text
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="there is no table"):
         validate(tmp_path / "missing.csv")

@@ -111,11 +111,11 @@ def check_measured(job: Job, step_s: float | None, peak_bytes: float | None) -> 
     device, least = job.cluster.accelerator, least_step_s(job)
     if step_s is not None and step_s < least:
         raise DataError(
-            f"a step of '{step_s:.4g}' s beats the peak of '{job.layout.num_gpus} {device.name}', "
-            f"whose products alone take '{least:.4g}' s"
+            f"a step of {step_s:.4g} s beats the peak of {job.layout.num_gpus} {device.name}, "
+            f"whose products alone take {least:.4g} s"
         )
     if peak_bytes is not None and peak_bytes > device.memory_bytes:
         raise DataError(
-            f"peak_mem_gib='{peak_bytes / GIB:.1f}' is more than the "
+            f"peak_mem_gib={peak_bytes / GIB:.1f} is more than the "
             f"{device.memory_bytes / GIB:.1f} GiB of {device.name}"
         )

@@ -32,7 +32,7 @@ def machines_of(cells: Cells) -> Cluster:
             given["scaleup_gpus"] = per_node
         elif domain % per_node and per_node % domain:
             raise DataError(
-                f"gpus_per_node='{per_node}': {domain} {machines.name} share fast links, which is "
+                f"gpus_per_node={per_node}: {domain} {machines.name} share fast links, which is "
                 "neither a multiple nor a part of it"
             )
     network = _network(cells, per_node or machines.gpus_per_node)
@@ -42,11 +42,14 @@ def machines_of(cells: Cells) -> Cluster:
 
 
 def _device(cells: Cells) -> str:
-    """In any spelling of capitals."""
+    """In any spelling of capitals. Raises DataError where the name is of several."""
     if not cells.get("gpu"):
         raise DataError("no gpu printed")
     name = cells["gpu"].casefold()
     name = ALIASES.get(name, name)
+    several = [one for one in LINKS if one.startswith(name)]
+    if name not in LINKS and len(several) > 1:
+        raise DataError(f"gpu={cells['gpu']!r} is of several: {', '.join(several)}")
     return name if name in LINKS else cells["gpu"]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stepwell.hardware import GIB
+from stepwell.plan.calibration.agreement import check_agreement
 from stepwell.plan.calibration.cells import (
     Cells,
     choice,
@@ -108,6 +109,7 @@ def read_row(cells: Cells, row_id: str) -> Published:
     # InternEvo prints "GB", weights of 40.2e9 bytes are 39.)
     peak_bytes = None if memory is None else memory * GIB
     check_measured(job, step, peak_bytes)
+    check_agreement(cells, job, step)
     return Published(
         row_id=row_id,
         job=job,
@@ -239,7 +241,9 @@ def _job(cells: Cells) -> Job:
     batch = count(cells, "global_batch_sequences")
     rows = optional_count(cells, "micro_batch") or _usual_rows(batch, dp, pp)
     if batch % (rows * dp):
-        raise DataError(f"global batch '{batch}' is no multiple of micro_batch x dp '{rows * dp}'")
+        raise DataError(
+            f"global_batch_sequences={batch} is no multiple of micro_batch x dp = {rows * dp}"
+        )
     precision, recipe = PRECISIONS[choice(cells, "precision", PRECISIONS)]
     program = _program(cells, zero)
     attention = optional_choice(cells, "attention", ATTENTION) or "flash"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from io import StringIO
 from pathlib import Path
 
 from stepwell.plan.calibration.cells import Cells
@@ -29,6 +30,7 @@ FOR_PEOPLE = (
     "source", "tflops_per_gpu", "mfu_pct", "flops_convention", "attn_flops", "recompute_counted",
 )  # fmt: skip
 READ = {*REQUIRED, *MEASURED, *FOR_PEOPLE, *OPTIONAL, *FACTS, *OTHERS}
+NO_TEXT = "is no text in UTF-8; save it as CSV in UTF-8"
 OTHER_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 
 
@@ -47,8 +49,12 @@ class Table:
 
 
 def like(text: str) -> str:
-    """Without its values."""
-    return re.sub(r"'[^']*'|(?<==)[\d.]+", "…", text)
+    """Without its values: quoted words, and numbers that are no part of a name."""
+    return re.sub(r"(?<![\w.-])\d+(?:[.,]\d+)*(?:e[+-]?\d+)?(?![\w-])", "…", unquoted(text))
+
+
+def unquoted(text: str) -> str:
+    return re.sub(r"'[^']*'", "…", text)
 
 
 def shipped_table() -> Path:
@@ -58,9 +64,13 @@ def shipped_table() -> Path:
     )
 
 
-def shipped_ids() -> set[str]:
-    with open(shipped_table(), newline="", encoding="utf-8") as file:
-        return {row["id"] for row in csv.DictReader(file)}
+def measurement(run: Published) -> Hashable:
+    """What was run, and what it gave: equal ones are one measurement, whatever they are called."""
+    return run.job, run.step_s, run.peak_bytes
+
+
+def shipped_measurements() -> set[Hashable]:
+    return {measurement(run) for run in read_runs(shipped_table())}
 
 
 def read_runs(path: str | Path) -> list[Published]:
@@ -70,13 +80,9 @@ def read_runs(path: str | Path) -> list[Published]:
 
 def read_table(path: str | Path) -> Table:
     """Raises DataError if the file is not there, is not text, has no rows, or lacks columns, naming
-    them. Names of columns may be in capitals."""
-    try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            lines = [(reader.line_num, line) for line in reader if line]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as a table: {error}") from error
+    them. Names of columns may be in capitals. A row that is there twice, cell by cell, counts
+    once."""
+    lines = _lines(path)
     if not lines:
         raise DataError(f"{path} is empty; the first line must name the columns")
     columns = [name.strip().casefold() for name in lines[0][1]]
@@ -84,14 +90,17 @@ def read_table(path: str | Path) -> Table:
     if len(lines) == 1:
         raise DataError(f"{path} has columns but no rows")
     runs, skipped = list[Published](), dict[str, str]()
-    names = set[str]()
+    names, known = set[str](), dict[tuple[str, ...], int]()
     for number, line in lines[1:]:
         cells = {name: cell.strip() for name, cell in zip(columns, line, strict=False)}
         row_id = cells.get("id") or f"line {number}"
         if row_id in names:
             row_id = f"{row_id} (line {number})"
         names.add(row_id)
+        first = known.setdefault(tuple(cells.values()), number)
         try:
+            if first != number:
+                raise DataError(f"the row of line {first} once more")
             runs.append(_row(cells, row_id, columns, line))
         except (ConfigError, DataError) as error:
             skipped[row_id] = str(error)
@@ -99,9 +108,28 @@ def read_table(path: str | Path) -> Table:
     return Table(tuple(runs), skipped, tuple(unread))
 
 
+def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
+    """With their numbers."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            text = file.read()
+        if "\0" in text:
+            raise DataError(f"{path} {NO_TEXT}")
+        reader = csv.reader(StringIO(text, newline=""))
+        return [(reader.line_num, line) for line in reader if line]
+    except FileNotFoundError as error:
+        raise DataError(f"there is no table {path}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} {NO_TEXT}") from error
+    except csv.Error as error:
+        raise DataError(f"{path} cannot be read as a table: {error}") from error
+
+
 def _row(cells: Cells, row_id: str, columns: Sequence[str], line: Sequence[str]) -> Published:
     if len(line) != len(columns):
-        raise DataError(f"cells: '{len(line)}', columns: '{len(columns)}'")
+        raise DataError(f"cells: {len(line)}, columns: {len(columns)}")
     return read_row(cells, row_id)
 
 

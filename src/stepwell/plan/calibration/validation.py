@@ -13,7 +13,12 @@ from typing import Any
 from stepwell.hardware import GIB
 from stepwell.plan.calibration.memory import has_room, predicted_bytes
 from stepwell.plan.calibration.published import Published
-from stepwell.plan.calibration.table import like, read_table, shipped_ids
+from stepwell.plan.calibration.table import (
+    measurement,
+    read_table,
+    shipped_measurements,
+    unquoted,
+)
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
 from stepwell.plan.steptime.step import predict_step
 from stepwell.types import ConfigError
@@ -89,7 +94,7 @@ class Validation:
 
     def assumed(self) -> dict[str, int]:
         """What was taken where rows say nothing, values left out -> in how many."""
-        return dict(Counter(like(what) for p in self.predictions for what in p.run.assumed))
+        return dict(Counter(unquoted(what) for p in self.predictions for what in p.run.assumed))
 
     def said_wrong(self) -> list[Prediction]:
         """Of those that are asked whether they fit."""
@@ -133,10 +138,10 @@ class Validation:
             found.append(f"  columns that nothing reads: {', '.join(self.unread)}")
         if not self.predictions:
             return found
-        known = shipped_ids() & {p.run.row_id for p in self.predictions}
-        if known:
+        shipped = shipped_measurements()
+        if known := sum(measurement(p.run) in shipped for p in self.predictions):
             found.append(
-                f"{len(known)} of them are rows that the coefficients were fitted to: their errors "
+                f"{known} of them are rows that the coefficients were fitted to: their errors "
                 "are those of a fit, not of a prediction (docs/planner-calibration.md has the "
                 "errors of rows left out)"
             )
