@@ -6,8 +6,9 @@ import pytest
 
 from stepwell.hardware import ACCELERATORS
 from stepwell.plan.comms.collectives import collectives
+from stepwell.plan.comms.host_link import busiest_way, moved
 from stepwell.plan.steptime.coefficients import SHIPPED, UNMEASURED, fastest_matmul, peak
-from stepwell.plan.steptime.step import flops_per_token, ledger, predict_step, price
+from stepwell.plan.steptime.step import PCIE, flops_per_token, ledger, predict_step, price
 from stepwell.plan.steptime.waterfall import lines, waterfall
 from stepwell.plan.steptime.work import work_of
 from stepwell.types import ConfigError
@@ -26,7 +27,7 @@ JOBS = {
     "4 bits": job(gpu="b200", precision="fp8", recipe="nvfp4"),
     "adapters": job(trained_share=0.005),
     "no flash": job(gpu="v100-32g", precision="fp16", flash=False, micro_batch_rows=1),
-    "offload": job(offload_optimizer=True, offload_activations=True, offload_parameters=True),
+    "offload": job(offload_activations=True, offload_parameters=True, recompute="full"),
     "groups": job(dp_shard=8, dp_replicate=8, zero=1, program="megatron"),
     "across": job(dp_shard=64),
 }
@@ -217,7 +218,39 @@ def test_an_optimiser_on_the_host_waits_for_the_host():
     assert parts["optimizer"] == pytest.approx(8.03 * 0.22, rel=0.02)
     link = replace(asked.cluster, pcie_bytes_per_s=1e9)
     slow = predict_step(replace(asked, cluster=link)).parts
-    assert slow["optimizer"] == pytest.approx(4 * 8.03 / 8, rel=0.02)
+    assert slow["optimizer"] == pytest.approx(4 * 8.03 / 8 / PCIE, rel=0.02)
+
+
+def test_copies_to_the_host_hide_beside_computing_and_no_longer():
+    """Over a link that takes as long for one way as all computing, both ways leave as much open;
+    over one that takes a fifth of it, none."""
+    asked = job(dp_shard=1, zero=0, offload_activations=True, recompute="full")
+    computing = _computing(predict_step(asked))
+    saved = busiest_way(moved(asked), "forward")
+    assert saved == busiest_way(moved(asked), "backward") > 0
+    for share, left in ((0.2, 0.0), (1.0, 1.0), (3.0, 5.0)):
+        link = replace(asked.cluster, pcie_bytes_per_s=saved / (PCIE * share * computing))
+        parts = predict_step(replace(asked, cluster=link)).parts
+        assert parts["exposed offload"] == pytest.approx(left * computing)
+
+
+def test_messages_of_cards_without_fast_links_share_the_link_with_offload():
+    """Messages that take no time by themselves still occupy it."""
+    asked = job(gpu="rtx4090", dp_shard=4, micro_batch_rows=4)
+    asked = changed(asked, offload_activations=True, offload_parameters=True)
+    fast = {"scaleup_bytes_per_s": 1e15, "network_bytes_per_s": 1e15, "pcie_bytes_per_s": 1e10}
+    asked = replace(asked, cluster=replace(asked.cluster, **fast))
+    step, phases = predict_step(asked), ("forward", "backward")
+    sent = sum(s.calls * s.wire_bytes for s in collectives(asked) if s.phase in phases)
+    copied = sum(busiest_way(moved(asked), phase) for phase in phases)
+    assert sent > copied / 100
+    expected = (sent + copied) / (PCIE * 1e10) - _computing(step)
+    assert step.parts["exposed offload"] == pytest.approx(expected, rel=1e-3)
+
+
+def _computing(step):
+    names = ("products", "attention", "memory", "quantisation", "host", "recomputation")
+    return sum(step.parts[name] for name in names)
 
 
 @pytest.mark.parametrize(("num_gpus", "tera"), [(8192, 430), (16384, 400)])

@@ -137,7 +137,7 @@ def lines(sent: Iterable[Sent], cluster: Cluster) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class Step:
     """What all parts of the ledger look at. parts: this rank's stages. m, N as above; a: bytes of
     an activation, g: of a gradient as it is summed up. world: ranks of all axes together."""
 
@@ -152,9 +152,9 @@ class _Step:
     axes: Mapping[str, tuple[int, int]]
 
     @staticmethod
-    def of(job: Job, pp_rank: int) -> _Step:
+    def of(job: Job, pp_rank: int) -> Step:
         layout = job.layout
-        return _Step(
+        return Step(
             job=job,
             pp_rank=pp_rank,
             parts=parts_of(layout, job.dims.num_layers, pp_rank),
@@ -271,7 +271,7 @@ def _expert_blocks(dims: Dims, parts: Sequence[Part]) -> int:
 
 
 def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
-    step = _Step.of(job, pp_rank)
+    step = Step.of(job, pp_rank)
     megatron = job.layout.program == "megatron"
     parts = [
         _counts(step),
@@ -286,7 +286,7 @@ def _of_rank(job: Job, pp_rank: int) -> list[Sent]:
     return [sent for part in parts for sent in part if sent is not None]
 
 
-def _counts(step: _Step) -> Iterator[Sent | None]:
+def _counts(step: Step) -> Iterator[Sent | None]:
     """Denominators, numbers of micro-batches and the step's sums: a few numbers each."""
     if step.layout.program != "stepwell":
         return
@@ -296,7 +296,7 @@ def _counts(step: _Step) -> Iterator[Sent | None]:
     yield step.one("all-reduce", "pp", "agree on shapes", "pipeline", 8 * 4, 1)
 
 
-def _norms(step: _Step) -> Iterator[Sent | None]:
+def _norms(step: Step) -> Iterator[Sent | None]:
     """The gradient norm, and the guard's of the update: one number for each set of axes that
     divides parameters."""
     sets = 2 if step.layout.tp > 1 else 1
@@ -307,7 +307,7 @@ def _norms(step: _Step) -> Iterator[Sent | None]:
 # --- weights and gradients ----------------------------------------------------------------------
 
 
-def _units(step: _Step) -> list[tuple[Sequence[Weight], int, bool]]:
+def units_of(step: Step) -> list[tuple[Sequence[Weight], int, bool]]:
     """(weights, how many such, whether blocks): blocks, then what each stage has besides."""
     dims, layout, routed = step.dims, step.layout, step.num_expert_blocks
     units = [
@@ -318,12 +318,12 @@ def _units(step: _Step) -> list[tuple[Sequence[Weight], int, bool]]:
     return [unit for unit in units if unit[0] and unit[1]]
 
 
-def _sharded_weights(step: _Step) -> Iterator[Sent | None]:
+def _sharded_weights(step: Step) -> Iterator[Sent | None]:
     """FSDP2 by units (parallel.fsdp). Gradients wait whole in a pipeline, and are summed once."""
     layout, t, (n, _) = step.layout, step.layout.tp, step.axes["dp_shard"]
-    forward, backward, near = _gathers(step)
+    forward, backward, near = gathers_of(step)
     reductions = step.m if layout.reduce_every_micro_batch and layout.pp == 1 else 1
-    for weights, number, blocks in _units(step):
+    for weights, number, blocks in units_of(step):
         whole = step.a * gathered(weights, t, n)
         times = forward if blocks else (step.m if layout.zero == 3 and layout.pp == 1 else 1)
         gather = ("all-gather", "dp_shard", "gather weights")
@@ -338,14 +338,14 @@ def _sharded_weights(step: _Step) -> Iterator[Sent | None]:
     yield from _routed_weights(step, forward + backward, reductions)
 
 
-def _whole_updates(step: _Step) -> Iterator[Sent | None]:
+def _whole_updates(step: Step) -> Iterator[Sent | None]:
     """Ours makes a hidden matrix's update orthogonal on every rank, from the whole matrix
     (train/muon): shards of rows last where tensor ranks divide columns, else first."""
     layout = step.layout
     if layout.program != "stepwell" or layout.optimizer != "muon":
         return
     t, (n, _), p = layout.tp, step.axes["dp_shard"], PRECISION_BYTES["fp32"]
-    for weights, number, blocks in _units(step):
+    for weights, number, blocks in units_of(step):
         for weight in weights if blocks else ():
             if len(weight.shape) != 2 or not weight.trained:
                 continue
@@ -358,7 +358,7 @@ def _whole_updates(step: _Step) -> Iterator[Sent | None]:
                 yield step.one("all-gather", "tp", "gather updates", "optimizer", of_ranks, number)
 
 
-class _Gathers(NamedTuple):
+class Gathers(NamedTuple):
     """Of a block in a step: in forward passes (`near` of them among neighbours that have kept a
     copy), and in backward passes."""
 
@@ -367,44 +367,44 @@ class _Gathers(NamedTuple):
     near: int = 0
 
 
-def _gathers(step: _Step) -> _Gathers:
+def gathers_of(step: Step) -> Gathers:
     """Stage 3 gathers for each pass of each micro-batch what it does not keep, the others once a
     step. A pipeline's backward pass keeps what it has gathered until the next forward pass lets it
     go: in any order of passes that is one gather for each forward pass, and one more."""
     layout, m = step.layout, step.m
     if layout.zero < 3:
-        return _Gathers(1, 0)
+        return Gathers(1, 0)
     if layout.reshard == "never":
-        return _Gathers(m if layout.pp == 1 else 1, 0)
+        return Gathers(m if layout.pp == 1 else 1, 0)
     if layout.pp == 1:
-        return _Gathers(m, m)
-    return _Gathers(m, 1, m - 1 if layout.reshard == "node" else 0)
+        return Gathers(m, m)
+    return Gathers(m, 1, m - 1 if layout.reshard == "node" else 0)
 
 
-def _reduce(step: _Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent | None]:
+def _reduce(step: Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent | None]:
     scatter = ("reduce-scatter", "dp_shard", "reduce gradients", "backward", num_bytes, scatters)
     yield step.one(*scatter)
     sum_up = ("all-reduce", "dp_replicate", "reduce gradients", "backward", num_bytes // n, sums)
     yield step.one(*sum_up)
 
 
-def _near(step: _Step) -> tuple[int, int]:
+def _near(step: Step) -> tuple[int, int]:
     """The neighbours that keep a copy among them (parallel.fsdp)."""
     n, stride = step.axes["dp_shard"]
     on_node = max(1, step.job.cluster.gpus_per_node // step.layout.tp)
     return max(d for d in range(1, n + 1) if n % d == 0 and d <= on_node), stride
 
 
-def _routed(step: _Step) -> tuple[int, tuple[int, int]]:
+def routed_of(step: Step) -> tuple[int, tuple[int, int]]:
     """Elements of all routed experts of a layer on one rank, and the ranks that have the same."""
     layout = step.layout
     ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
     return expert_elements(step.dims) // layout.ep, (max(1, ranks // layout.ep), layout.ep)
 
 
-def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent | None]:
+def _routed_weights(step: Step, gathers: int, reductions: int) -> Iterator[Sent | None]:
     """Experts are sharded over the ranks that have the same ones."""
-    elements, ranks = _routed(step)
+    elements, ranks = routed_of(step)
     number, kind = step.num_expert_blocks, "reduce-scatter" if step.layout.zero else "all-reduce"
     gathers = number * gathers if step.layout.zero else 0
     purpose, whole = "gather weights", step.a * elements
@@ -413,13 +413,13 @@ def _routed_weights(step: _Step, gathers: int, reductions: int) -> Iterator[Sent
     yield step.one(kind, "edp", "reduce gradients", "backward", gradient, calls, ranks)
 
 
-def _distributed_optimizer(step: _Step) -> Iterator[Sent | None]:
+def _distributed_optimizer(step: Step) -> Iterator[Sent | None]:
     """Megatron-LM sums gradients once a step, in a bucket; with its distributed optimiser (stage 1)
     each data rank steps a part and hands the weights out again. Data and context ranks together."""
     layout, routed = step.layout, step.num_expert_blocks
     ranks = (layout.dp_replicate * layout.dp_shard * layout.cp, layout.tp)
-    dense = sum(number * reduced(weights, layout.tp, 1) for weights, number, _ in _units(step))
-    elements, same = _routed(step)
+    dense = sum(number * reduced(weights, layout.tp, 1) for weights, number, _ in units_of(step))
+    elements, same = routed_of(step)
     for axis, size, group in (("dp_shard", dense, ranks), ("edp", routed * elements, same)):
         kind = "reduce-scatter" if layout.zero else "all-reduce"
         yield step.one(kind, axis, "reduce gradients", "backward", step.g * size, 1, group)
@@ -457,7 +457,7 @@ def _recomputed(layout: Arrangement, parts: Sequence[Part]) -> _Again:
     return _Again(number, groups=number)
 
 
-def _tensor(step: _Step) -> Iterator[Sent | None]:
+def _tensor(step: Step) -> Iterator[Sent | None]:
     """Tokens are gathered before each sublayer and divided after it (2205.05198), the backward pass
     the other way round; without sequence parallelism each sublayer's sum goes to all (1909.08053).
     Megatron-LM gathers a third time, for the weights' gradients, which ours keeps."""
@@ -468,7 +468,7 @@ def _tensor(step: _Step) -> Iterator[Sent | None]:
     yield from _vocabulary(step)
 
 
-def _divided_tokens(step: _Step) -> Iterator[Sent | None]:
+def _divided_tokens(step: Step) -> Iterator[Sent | None]:
     x, m, again = step.a * step.N * step.dims.d_model, step.m, step.again
     ours, sublayers = step.layout.program == "stepwell", 2 * step.num_blocks
     trains_all = step.layout.adapters is None
@@ -495,9 +495,9 @@ def _divided_tokens(step: _Step) -> Iterator[Sent | None]:
         yield from _row_lengths(step, again)
 
 
-def _partial_gradients(step: _Step) -> Iterator[Sent | None]:
+def _partial_gradients(step: Step) -> Iterator[Sent | None]:
     """Weights that each rank uses in its own way, as norms of its tokens: at least in float32."""
-    for weights, number, _ in _units(step):
+    for weights, number, _ in units_of(step):
         for weight in weights:
             if weight.partial and weight.trained:
                 num_bytes = 4 * prod(weight.shape)
@@ -506,7 +506,7 @@ def _partial_gradients(step: _Step) -> Iterator[Sent | None]:
                 yield step.one("all-reduce", "tp", purpose, "backward", num_bytes, calls)
 
 
-def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent | None]:
+def _row_lengths(step: Step, again: _Again) -> Iterator[Sent | None]:
     """Of adapted matrices whose columns are divided (DoRA), in at least float32."""
     adapters = step.layout.adapters
     if adapters is None or not adapters.dora:
@@ -518,7 +518,7 @@ def _row_lengths(step: _Step, again: _Again) -> Iterator[Sent | None]:
     yield step.one("all-reduce", "tp", "recompute", "backward", num_bytes, twice)
 
 
-def _summed_tokens(step: _Step) -> Iterator[Sent | None]:
+def _summed_tokens(step: Step) -> Iterator[Sent | None]:
     x, m, again = step.a * step.N * step.dims.d_model, step.m, step.again
     sublayers = 2 * step.num_blocks
     forward, backward = m * (sublayers + step.first), m * (sublayers + step.last)
@@ -527,7 +527,7 @@ def _summed_tokens(step: _Step) -> Iterator[Sent | None]:
     yield step.one("all-reduce", "tp", "recompute", "backward", x, m * 2 * again.blocks)
 
 
-def _vocabulary(step: _Step) -> Iterator[Sent | None]:
+def _vocabulary(step: Step) -> Iterator[Sent | None]:
     """The loss over a divided vocabulary: ours gathers four numbers a token (models.logits),
     Megatron-LM sums three (the maximum, the target's logit, the sum of exponentials)."""
     if not step.last:
@@ -543,7 +543,7 @@ def _vocabulary(step: _Step) -> Iterator[Sent | None]:
         yield step.one("all-reduce", "tp", "loss", "forward", 4 * step.N, 3 * m)
 
 
-def _context(step: _Step) -> Iterator[Sent | None]:
+def _context(step: Step) -> Iterator[Sent | None]:
     """Ring: keys and values go round once in each pass, their gradients (in float32) behind them.
     All-to-all: queries, keys and values for heads, and the output back."""
     layout, dims = step.layout, step.dims
@@ -572,7 +572,7 @@ def _context(step: _Step) -> Iterator[Sent | None]:
         yield step.one("all-to-all", "cp", "recompute", "backward", num_bytes, m * again.blocks)
 
 
-def _experts(step: _Step) -> Iterator[Sent | None]:
+def _experts(step: Step) -> Iterator[Sent | None]:
     """Tokens go to their experts and come back, their gradients too."""
     layout, experts = step.layout, step.dims.experts
     if experts is None or layout.ep == 1:
@@ -587,7 +587,7 @@ def _experts(step: _Step) -> Iterator[Sent | None]:
         yield step.one("all-to-all", "ep", "recompute", "backward", x, again)
 
 
-def _pipeline(step: _Step) -> Iterator[Sent | None]:
+def _pipeline(step: Step) -> Iterator[Sent | None]:
     """Activations to the next stage, their gradients back; of a tied embedding, the last stage's
     gradient to the first, and the weights back."""
     layout, dims = step.layout, step.dims
@@ -606,7 +606,7 @@ def _pipeline(step: _Step) -> Iterator[Sent | None]:
     yield from _tied_embedding(step)
 
 
-def _tied_embedding(step: _Step) -> Iterator[Sent | None]:
+def _tied_embedding(step: Step) -> Iterator[Sent | None]:
     if not step.dims.tied or step.first == step.last or step.layout.adapters is not None:
         return
     words = Weight((step.dims.vocab_size, step.dims.d_model), 0)

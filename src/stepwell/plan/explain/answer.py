@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.plan.comms.collectives import collectives, totals
+from stepwell.plan.comms.host_link import traffic
 from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.reasons import Alternative, Explanation
 from stepwell.plan.measured.gap import Gap
@@ -145,11 +145,10 @@ def activation_items(found: Candidate) -> dict[str, float]:
 
 
 def traffic_json(found: Candidate) -> list[dict[str, Any]]:
-    """By axis and link, of the rank that sends the most, in one step."""
-    sent = totals(collectives(found.job), found.job.cluster)
+    """By axis and link, of the rank that sends the most, in one step; and what offload moves."""
     return [
         {"axis": axis, "link": link, "calls": total.calls, "wire_bytes": round(total.wire_bytes)}
-        for (axis, link), total in sent.items()
+        for (axis, link), total in traffic(found.job).items()
     ]
 
 

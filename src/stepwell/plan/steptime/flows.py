@@ -28,7 +28,8 @@ NEAR_HOP = 0.1
 class Flow:
     """Of one axis and phase in a step: seconds at the full rates of the scale-up links and of the
     network, and messages that wait for each other, in hops between machines. moved_s: that the same
-    bytes would take over the scale-up links."""
+    bytes would take over the scale-up links; pcie_s: that those of them which cross a GPU's PCIe
+    link take there, at its full rate."""
 
     axis: str
     phase: str
@@ -36,6 +37,7 @@ class Flow:
     network_s: float
     hops: float
     moved_s: float
+    pcie_s: float
 
     def seconds(self, scaleup: float, network: float, hop_s: float) -> float:
         return self.scaleup_s / scaleup + self.network_s / network + self.hops * hop_s
@@ -45,9 +47,10 @@ def flows(sent: Iterable[Sent], machines: Cluster, copies: int = 1) -> tuple[Flo
     """copies: experts that a token goes to."""
     table: dict[tuple[str, str], list[float]] = {}
     for one in sent:
-        sums = table.setdefault((one.axis, one.phase), [0.0, 0.0, 0.0, 0.0])
+        sums = table.setdefault((one.axis, one.phase), [0.0] * 5)
         moved_s = one.wire_bytes / machines.scaleup_bytes_per_s
-        for i, value in enumerate((*_one(one, machines, copies), moved_s)):
+        pcie_s = _pcie_bytes(one, machines) / machines.pcie_bytes_per_s
+        for i, value in enumerate((*_one(one, machines, copies), moved_s, pcie_s)):
             sums[i] += one.calls * value
     return tuple(Flow(axis, phase, *sums) for (axis, phase), sums in table.items())
 
@@ -75,6 +78,15 @@ def _one(sent: Sent, machines: Cluster, copies: int) -> tuple[float, float, floa
     if rate < machines.scaleup_bytes_per_s:
         return 0.0, num_bytes / rate, hops
     return num_bytes / rate, 0.0, hops
+
+
+def _pcie_bytes(sent: Sent, machines: Cluster) -> float:
+    """Of one call, over the link between a GPU and its machine: all without faster links; with
+    them what leaves their reach, to which a ring's ranks there have a card each."""
+    if machines.scaleup_gpus == 1:
+        return sent.wire_bytes
+    near = min(sent.num_ranks, max(1, machines.scaleup_gpus // sent.stride))
+    return 0.0 if near >= sent.num_ranks else sent.wire_bytes / near
 
 
 def _far_neighbours(sent: Sent, machines: Cluster) -> float:

@@ -12,6 +12,7 @@ from math import log2
 
 from stepwell.parallel.schedules import bubble_fraction
 from stepwell.plan.comms.collectives import Sent, collectives
+from stepwell.plan.comms.host_link import Moved, busiest_way, moved
 from stepwell.plan.footprint.pieces import recomputed_of_ranks
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import (
@@ -33,6 +34,9 @@ ADAMW_8BIT_BYTES = 22.0
 # The same on the host, and what the processors of a machine move: ZeRO-Offload's AdamW steps 10^9
 # parameters in .22 s on two Xeons (2101.06840, table 4).
 HOST_ADAMW_BYTES, HOST_BYTES_PER_S = 28.0, 127e9
+# What copies from and to pinned memory get of PCIe: nvbandwidth's 24.8 of 31.5 GB/s on an A100
+# (forums.developer.nvidia.com/t/352186).
+PCIE = 0.79
 # Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
 # computes it except where scales need passes of their own (by rows, two in either order).
 CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 10.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
@@ -93,11 +97,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a step asks for, before any rate."""
+    """What a step asks for, before any rate. moved: between GPU and host."""
 
     job: Job
     work: Work
     flows: tuple[Flow, ...]
+    moved: tuple[Moved, ...] = ()
 
 
 def ledger(job: Job) -> Ledger:
@@ -114,7 +119,7 @@ def ledger(job: Job) -> Ledger:
         sent = [_uneven(one, job.layout.imbalance) for one in sent]
     if job.layout.program == "megatron" and job.layout.zero:
         sent = [part for one in sent for part in _by_groups(one, job.layout)]
-    return Ledger(job, work_of(job), flows(sent, job.cluster, copies))
+    return Ledger(job, work_of(job), flows(sent, job.cluster, copies), tuple(moved(job)))
 
 
 def _in_8_bits(sent: Sent) -> Sent:
@@ -281,7 +286,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
         "host": m * (forward.host + backward.host + again.host),
         "recomputation": m * (again.total - again.casts - again.host),
     }
-    exposed = _exposed(counted, c, forward, backward, again)
+    exposed, hidden = _exposed(counted, c, forward, backward, again)
     messages_s = sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
     # The host launches on while a pass waits for its messages.
     launched_s = min(messages_s, m * (forward.waiting + backward.waiting + again.waiting))
@@ -289,9 +294,10 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     parts.update(exposed)
     inner = m * (forward.total + backward.total + again.total) + messages_s - launched_s
     parts["bubble"] = _bubble(layout, inner / m, ranks)
-    parts["exposed offload"] = _offload(job, forward.total + backward.total + again.total)
+    computing = {"forward": m * forward.total, "backward": m * (backward.total + again.total)}
+    parts["exposed offload"] = _offload(counted, computing, hidden)
     parts["gradient accumulation"] = _accumulation(layout, work, rates)
-    parts["optimizer"] = _optimizer(job, work, rates)
+    parts["optimizer"] = _optimizer(counted, rates)
     parts["straggling"] = c.straggling * log2(max(1, layout.num_gpus)) * sum(parts.values())
     kinds = {"products": again.products, "attention": again.attention, "memory": again.memory}
     return _step_time(job, work, parts, {name: m * seconds for name, seconds in kinds.items()})
@@ -340,24 +346,21 @@ def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
     return waits * even * m / (p - 1)
 
 
-def _offload(job: Job, micro_batch_s: float) -> float:
-    """Blocks' inputs (all that they keep, unless they recompute) go to the host and back beside
-    computing; a rank's weights come from there for each pass."""
-    layout, dims = job.layout, job.dims
-    link, m = job.cluster.pcie_bytes_per_s, layout.num_micro_batches
+def _offload(counted: Ledger, computing: dict[str, float], hidden: dict[str, float]) -> float:
+    """What of the copies between GPU and host nothing hides, forward and backward: computing does
+    as long as it lasts, on a link that carries the messages which it hides as well. The optimiser's
+    are in its own part. computing, hidden: seconds by phase, hidden at the link's full rate."""
+    link = PCIE * counted.job.cluster.pcie_bytes_per_s
     seconds = 0.0
-    if layout.offload_activations:
-        kept = 1 if layout.recompute == "full" else 12
-        blocks = dims.num_layers / layout.pp
-        seconds += 2 * kept * 2.0 * layout.tokens_of_rank * dims.d_model * blocks / layout.tp / link
-    if layout.offload_parameters:
-        shards = layout.pp * layout.tp * layout.dp_shard * layout.cp
-        seconds += 2 * 2.0 * dims.parameters() / shards / link
-    return m * max(0.0, seconds - micro_batch_s)
+    for phase in ("forward", "backward"):
+        copies_s = busiest_way(counted.moved, phase) / link
+        free_s = max(0.0, computing[phase] - hidden.get(phase, 0.0) / PCIE)
+        seconds += max(0.0, copies_s - free_s)
+    return seconds
 
 
-def _optimizer(job: Job, work: Work, rates: Rates) -> float:
-    layout = job.layout
+def _optimizer(counted: Ledger, rates: Rates) -> float:
+    job, work, layout = counted.job, counted.work, counted.job.layout
     shards = layout.dp_shard * layout.cp if layout.zero else 1
     own = work.trained_parameters / shards
     each = ADAMW_8BIT_BYTES if layout.optimizer == "adamw8bit" else ADAMW_BYTES
@@ -366,8 +369,9 @@ def _optimizer(job: Job, work: Work, rates: Rates) -> float:
     step_s = own * each / rates.memory
     if layout.offload_optimizer or layout.offload_parameters:
         # Gradients go down and weights come up while the host steps those that are there.
+        copies_s = busiest_way(counted.moved, "optimizer") / (PCIE * job.cluster.pcie_bytes_per_s)
         host = HOST_BYTES_PER_S / job.cluster.gpus_per_node
-        step_s = own * max(4.0 / job.cluster.pcie_bytes_per_s, HOST_ADAMW_BYTES / host)
+        step_s = max(copies_s, own * HOST_ADAMW_BYTES / host)
     return step_s
 
 
@@ -391,10 +395,13 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
     gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
     other; context ranks' keys travel beside attention; stages' messages beside the next pass where
     a rank has several.
+
+    Beside it, by phase, what of the messages is hidden and crosses GPUs' PCIe links: seconds there.
     """
     layout = counted.job.layout
     m = layout.num_micro_batches
     exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
     slowing, beside = 0.0, TENSOR_HIDDEN[layout.program]
     windows = _windows(layout, m, forward, backward, again)
     for flow in counted.flows:
@@ -412,12 +419,16 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
         else:
             open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
             windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
+        if seconds:
+            # What the optimiser hands out travels beside the next forward pass.
+            phase = "forward" if flow.phase == "optimizer" else flow.phase
+            hidden[phase] = hidden.get(phase, 0.0) + (1 - open_s / seconds) * flow.pcie_s
         axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
         if axis == "data" and seconds:
             slowing += seconds - open_s + (1 - open_s / seconds) * flow.moved_s / c.scaleup
         exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
     exposed["contention"] = c.contention * slowing
-    return exposed
+    return exposed, hidden
 
 
 def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, again: Seconds):
