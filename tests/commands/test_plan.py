@@ -240,6 +240,37 @@ def test_what_nobody_said_is_told(capsys):
     assert "98 rows of" in out
 
 
+def test_a_checkpoint_that_no_copy_waits_for_fits_in_less_memory_of_the_host(capsys, tmp_path):
+    """The advice names the option, the option is followed, and the recipe carries it."""
+    machines, recipe = tmp_path / "two.toml", tmp_path / "recipe.toml"
+    machines.write_text('gpu = "rtx4090"\ngpus_per_node = 2\nhost_memory_gib = 128\n')
+    words = ["--model", "llama3-8b", "--gpus", "2", "--cluster", str(machines), "--quick"]
+    words += ["--tp", "1", "--cp", "1", "--pp", "1", "--micro-batch", "1", "--recompute", "full"]
+    words += ["--offload", "parameters", "--write", str(recipe)]
+    code, _, err = run(capsys, *words)
+    assert code == 1
+    assert "or with checkpoint.asynchronous=false (--checkpoint synchronous)" in err
+    code, _, err = run(capsys, *words, "--checkpoint", "asynchronous")
+    assert code == 1
+    assert "--checkpoint asynchronous: the leanest" in err
+    code, out, _ = run(capsys, *words, "--checkpoint", "synchronous")
+    assert (code, "fits: " in out) == (0, True)
+    assert not Run.load(recipe).checkpoint.asynchronous
+
+
+def test_the_memory_that_offload_leans_on_is_told_as_assumed(capsys, tmp_path):
+    """Where something goes to the host, and nobody said what the host has."""
+    words, assumed = ["--model", "llama3-8b", "--gpus", "4", "--quick"], "of their own, as is usual"
+    _, out, _ = run(capsys, *words, "--gpu", "rtx4090")
+    assert f"machines with 512 GiB {assumed}" in " ".join(out.split())
+    _, out, _ = run(capsys, *words, "--gpu", "b200")
+    assert assumed not in " ".join(out.split())
+    known = tmp_path / "cluster.toml"
+    known.write_text('gpu = "rtx4090"\nhost_memory_gib = 512\n')
+    _, out, _ = run(capsys, *words, "--cluster", str(known))
+    assert assumed not in " ".join(out.split())
+
+
 def test_json_holds_the_layout(capsys):
     code, out, _ = run(capsys, *SMALL, "--quick", "--max-cp", "1", "--json", "--zero", "3")
     assert code == 0

@@ -84,3 +84,10 @@ def test_a_wrong_cluster_is_refused(tmp_path, line, said):
         read_cluster(path)
     with pytest.raises(ConfigError, match=r"cannot read the cluster file .*none.toml"):
         read_cluster(tmp_path / "none.toml")
+
+
+def test_consumer_cards_are_in_smaller_machines():
+    assert cluster("h100-sxm").host_room_bytes == 2048 * GIB
+    assert cluster("rtx4090").host_room_bytes == 512 * GIB
+    assert cluster("l4").host_room_bytes == 768 * GIB
+    assert replace(cluster("rtx4090"), host_memory_bytes=GIB).host_room_bytes == GIB

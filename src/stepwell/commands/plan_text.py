@@ -375,7 +375,7 @@ def looked_at(answer: Searched) -> list[RenderableType]:
     for name, count in ranking.refused.most_common():
         table.add_row(f"{count:,}", "layouts", REASONS[name])
     head = (
-        f"  {ranking.num_layouts:,} layouts of {ranking.num_meshes:,} meshes in "
+        f"  {ranking.number_text} in "
         f"{ranking.seconds:.1f} s; {ranking.num_timed:,} fit and were timed. Not taken:"
     )
     return [head, table]

@@ -2,7 +2,10 @@
 
 Rates of links are the vendors' figures per accelerator and direction, as collected in Stas Bekman's
 "Machine Learning Engineering" (network, compute/accelerator); what a program gets of them is the
-step's affair (`plan/steptime/step`).
+step's affair (`plan/steptime/step`). Machines' memory where nobody says how much: of servers with
+scale-up links 2 TiB beside 8 (DGX A100, H100); of inference cards what AWS's largest machines of
+them have (g5.48xlarge and g6.48xlarge 768 GiB, g6e.48xlarge 1,536 GiB, of 8 each); of workstation
+and consumer boards 64 GiB a card.
 """
 
 from __future__ import annotations
@@ -22,19 +25,22 @@ Link = Literal["scaleup", "pcie", "network"]
 
 GB, GBIT = 1e9, 1e9 / 8
 PCIE_GB_PER_S = 31.5  # PCIe 4.0 x 16
-USUAL_HOST_BYTES = 256 * GIB  # beside each accelerator: 2 TiB beside 8
+USUAL_HOST_GIB = 256  # beside each accelerator
+WORKSTATION_HOST_GIB = 64
 NETWORK_GBIT_PER_S = 100.0  # where the table has none
 
 
 class Links(NamedTuple):
     """GB/s of the scale-up links (NVLink, xGMI; None: there are none) and of PCIe, Gbit/s of the
-    usual network, gpus_per_node, and how many share the scale-up links."""
+    usual network, gpus_per_node, how many share the scale-up links, and the machine's own memory
+    beside each, in GiB."""
 
     scaleup: float | None
     pcie: float | None
     network: float | None
     gpus_per_node: int = 8
     scaleup_gpus: int = 8
+    host_gib: int = USUAL_HOST_GIB
 
 
 LINKS: dict[str, Links] = {
@@ -61,13 +67,13 @@ LINKS: dict[str, Links] = {
     "mi325x": Links(448, 63, 400),
     "mi350x": Links(535.5, 63, 400),
     "mi355x": Links(535.5, 63, 400),
-    "l40s": Links(None, 31, None, 8, 1),
-    "l4": Links(None, 31, None, 8, 1),
-    "a10": Links(None, 31, None, 8, 1),
-    "rtx-a6000": Links(56, 31, None, 8, 2),
-    "rtx3090": Links(56, 31, None, 8, 2),
-    "rtx4090": Links(None, 31, None, 8, 1),
-    "rtx5090": Links(None, 63, None, 8, 1),
+    "l40s": Links(None, 31, None, 8, 1, 192),
+    "l4": Links(None, 31, None, 8, 1, 96),
+    "a10": Links(None, 31, None, 8, 1, 96),
+    "rtx-a6000": Links(56, 31, None, 8, 2, WORKSTATION_HOST_GIB),
+    "rtx3090": Links(56, 31, None, 8, 2, WORKSTATION_HOST_GIB),
+    "rtx4090": Links(None, 31, None, 8, 1, WORKSTATION_HOST_GIB),
+    "rtx5090": Links(None, 63, None, 8, 1, WORKSTATION_HOST_GIB),
 }
 
 
@@ -90,7 +96,8 @@ class Cluster:
     @property
     def host_room_bytes(self) -> int:
         """Of a machine; where nobody says, as is usual."""
-        return self.host_memory_bytes or USUAL_HOST_BYTES * self.gpus_per_node
+        usual = LINKS[self.accelerator.name].host_gib * GIB * self.gpus_per_node
+        return self.host_memory_bytes or usual
 
     def link(self, num_ranks: int, stride: int, world: int) -> Link:
         """The slowest link that any group of an axis crosses: groups of num_ranks ranks, `stride`

@@ -24,13 +24,16 @@ from stepwell.plan.explain.reasons import (
     explain,
     links_note,
     messages_s,
+    reasons,
+    scenarios,
 )
 from stepwell.plan.job import job_of
 from stepwell.plan.measured.gap import gap, measured_step_s
 from stepwell.plan.search.candidates import Candidate, pareto
 from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.runs import offloaded
 from stepwell.plan.search.search import batches, search
-from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.search.space import OFFLOADS, Pins, Task
 from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import preset
 from stepwell.types import ConfigError
@@ -144,12 +147,47 @@ def test_where_something_must_be_offloaded_others_are_searched_with_it():
     """70B on 8: without offload nothing fits, of any other value either."""
     seventy, pins = find_model("llama3-70b"), Pins(cp=1, pp=1)
     best, found = reasons_of(seventy.dims, H100, 8, 4096, 64, pins, seventy.config)
-    assert best.layout.offload_optimizer
-    assert found["offload"].value == "offload optimizer"
-    assert not found["offload"].alternatives[0].alone.fits
+    kinds = offloaded(best.layout)
+    assert kinds
+    assert found["offload"].value == f"offload {' and '.join(kinds)}"
+    # None of it, and each other kind.
+    others = found["offload"].alternatives
+    assert len(others) == len(OFFLOADS)
+    assert not others[0].alone.fits
+    assert all(other.best is None or other.best.step_s >= best.step_s for other in others)
     others = [a.best for a in found["micro_batch_rows"].alternatives + found["tp"].alternatives]
     assert any(other is not None for other in others)
-    assert all(other.layout.offload_optimizer for other in others if other is not None)
+    assert all(offloaded(other.layout) == kinds for other in others if other is not None)
+
+
+def test_whether_it_fits_on_one_is_what_is_found_there():
+    """On both sides: with room, just so, with offload only, not at all; and on one, its plan."""
+    for gpu, gpus, value, said in (
+        ("b200", 2, "yes", "nothing need be divided"),
+        ("h200", 2, "just", "With recompute full it fits just so"),
+        ("h100-sxm", 2, "no", "or optimizer kept on the host"),
+        ("rtx4090", 2, "no", "so it must be divided."),
+        ("h200", 1, "yes", "The plan with "),
+    ):
+        machines = cluster(gpu)
+        some = Prices(EIGHT.dims, machines, EIGHT.config)
+        task = Task(EIGHT.dims, machines, gpus, 8192, 64)
+        best = search(EIGHT.dims, machines, gpus, 8192, 64 * 8192, None, EIGHT.config, 1.0, some)
+        whole = next(reasons(some, task, best.best, deep=False))
+        assert (whole.value, said in whole.text) == (value, True), whole.text
+
+
+def test_twice_the_memory_keeps_offload_where_that_is_faster():
+    one = Prices(EIGHT.dims, H100, EIGHT.config)
+    ranking = search(EIGHT.dims, H100, 1, 8192, 512 * 8192, None, EIGHT.config, 1.0, one)
+    twice = next(scenarios(one, ranking.task, ranking.best))
+    assert twice.name == "twice the memory"
+    for kinds in ((), ranking.offload):
+        larger = replace(H100.accelerator, memory_bytes=2 * H100.accelerator.memory_bytes)
+        machines = replace(H100, accelerator=larger)
+        held = search(EIGHT.dims, machines, 1, 8192, 512 * 8192, Pins(offload=kinds), EIGHT.config)
+        assert twice.best is not None
+        assert twice.best.step_s <= held.best.step_s * (1 + 1e-9)
 
 
 def test_reliefs_only_relieve_and_the_largest_binds(answer):

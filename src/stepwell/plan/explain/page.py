@@ -251,10 +251,7 @@ def _looked_at(answer: Searched) -> Rows:
         for what, refused in (("meshes", ranking.refused_meshes), ("layouts", ranking.refused))
         for name, count in refused.most_common()
     ]
-    note = (
-        f"{ranking.num_layouts:,} layouts of {ranking.num_meshes:,} meshes; {ranking.num_timed:,} "
-        "fit and were timed. Not taken:"
-    )
+    note = f"{ranking.number_text}; {ranking.num_timed:,} fit and were timed. Not taken:"
     return Rows(
         "looked-at", "What was looked at", ("number", "of", "rule"), rows, ("number",), note
     )

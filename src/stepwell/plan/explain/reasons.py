@@ -17,6 +17,7 @@ from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement
 from stepwell.plan.memory.ledger import state_bytes_per_parameter
 from stepwell.plan.search.candidates import Candidate, Ranking, mesh_of
+from stepwell.plan.search.fewest import what_fits
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.runs import (
     data_text,
@@ -26,13 +27,16 @@ from stepwell.plan.search.runs import (
     short,
 )
 from stepwell.plan.search.search import search
-from stepwell.plan.search.space import Pins, Task, default_precision
+from stepwell.plan.search.space import OFFLOADS, Pins, Task, default_precision, with_offload
 from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.plan.units import in_gib, seconds_text, size_text
 from stepwell.types import ConfigError
 
 LINKS = {"network": "network_bytes_per_s", "scale-up links": "scaleup_bytes_per_s"}
+KINDS = ("optimizer", "parameters", "activations")
 MESSAGES = "all communication"
+FIT = "Does it fit on one?"
+ROOMY = 0.7  # of one's memory: with less state there is room for activations
 WORTH_TELLING = 1.5  # times the best step; layouts that take longer are not looked for
 PARTS = {
     "products": "matrix products",
@@ -159,7 +163,7 @@ class _Question:
 
 def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> Iterator[Reason]:
     """In the decision tree's order. Axes that the user has fixed are explained all the same."""
-    yield _whole_model(task)
+    yield _whole_model(prices, task, best)
     within = _as_offloaded(task, best)
     for asked in _questions(task, best.layout):
         found = []
@@ -235,7 +239,7 @@ def _search(
     return found[0] if found else None
 
 
-def _whole_model(task: Task) -> Reason:
+def _whole_model(prices: Prices, task: Task, best: Candidate) -> Reason:
     dims, device = task.dims, task.cluster.accelerator
     count = dims.parameters()
     each = state_bytes_per_parameter()
@@ -245,14 +249,39 @@ def _whole_model(task: Task) -> Reason:
         f"{count_text(count)} parameters with AdamW in mixed precision hold {each} bytes each: "
         f"{whole}, and one {device.name} has {has / GIB:.1f} GiB. "
     )
-    if state < 0.7 * has:
-        text += "The model fits on one, so nothing need be divided but the batch."
-    else:
-        text += (
-            f"The state alone fills {state / has:,.1f} of them before the first activation, so it "
-            "must be divided."
-        )
-    return Reason("fit", "Does it fit on one?", "yes" if state < 0.7 * has else "no", text)
+    if task.num_gpus == 1:
+        return Reason("fit", FIT, "yes", text + _on_the_one(best))
+    value, told = _on_one(prices, task, state / has)
+    return Reason("fit", FIT, value, text + told)
+
+
+def _on_the_one(best: Candidate) -> str:
+    """What makes the plan for one accelerator fit into it."""
+    layout, has = best.layout, best.job.cluster.accelerator.memory_bytes
+    how = [recompute_text(layout)] if layout.recompute != "none" else []
+    how += [f"offload {kind}" for kind in offloaded(layout)]
+    with_it = f" with {', '.join(how)}" if how else ""
+    return f"The plan{with_it} holds {size_text(best.peak_bytes)} of {has / GIB:.1f} GiB."
+
+
+def _on_one(prices: Prices, task: Task, share: float) -> tuple[str, str]:
+    """What holds the least on one accelerator, and whether it fits; share: of one's memory that the
+    state fills."""
+    fills = f"The state alone fills {share:,.1f} of them before the first activation, so "
+    alone = replace(task, num_gpus=1, pins=Pins(headroom_bytes=task.pins.headroom_bytes))
+    for kinds in ((), *OFFLOADS):
+        lean = what_fits(with_offload(alone, kinds), prices)
+        if lean is None:
+            continue
+        if kinds:
+            return "no", f"{fills}it must be divided, or {' and '.join(kinds)} kept on the host."
+        if share < ROOMY:
+            return "yes", "The model fits on one, so nothing need be divided but the batch."
+        text = f"With {recompute_text(lean.layout)} it fits just so, {size_text(lean.peak_bytes)} "
+        return "just", text + "a row; divided among several it leaves room for activations."
+    if share < 1:
+        return "no", f"The state alone fills {share:.2f} of one, and activations the rest: divide."
+    return "no", f"{fills}it must be divided."
 
 
 def _questions(task: Task, now: Arrangement) -> Iterator[_Question]:
@@ -322,15 +351,23 @@ def _precisions(task: Task, now: Arrangement) -> _Question:
 
 
 def _offloads(now: Arrangement) -> _Question:
-    """To the host: it leans on memory and processors that the planner knows little of."""
-    has, one = offloaded(now), {"offload": ("optimizer",)}
-    lead = "To the hosts goes only what must, or is asked for (--offload optimizer)."
-    value = f"offload {', '.join(has)}" if has else "no offload"
-    keep = {f"offload_{kind}": False for kind in ("optimizer", "parameters", "activations")}
-    others: list[_Other] = [("no offload", keep, {"offload": ()})] if has else []
-    if not has:
-        others.append(("offload optimizer", {"offload_optimizer": True}, one))
-    return _Question("offload", "What goes to the host?", value, tuple(others), lead)
+    """To the host: it leans on memory and links that the planner knows little of."""
+    has = tuple(offloaded(now))
+    lead = (
+        "To the hosts goes only what is asked for (--offload), or where nothing fits without, or "
+        "only what computes activations again; then all kinds are priced."
+    )
+    value = f"offload {' and '.join(has)}" if has else "no offload"
+    others = tuple(
+        (
+            f"offload {' and '.join(kinds)}" if kinds else "no offload",
+            {f"offload_{kind}": kind in kinds for kind in KINDS},
+            {"offload": kinds},
+        )
+        for kinds in ((), *OFFLOADS)
+        if kinds != has and (has or now.recompute != "none" or kinds == ("optimizer",))
+    )
+    return _Question("offload", "What goes to the host?", value, others, lead)
 
 
 def zero_text(layout: Arrangement) -> str:
@@ -548,8 +585,10 @@ def scenarios(prices: Prices, task: Task, best: Candidate) -> Iterator[Scenario]
 
 def _scenario(name: str, prices: Prices, task: Task, best: Candidate) -> Scenario:
     known_s = _known_s(prices, task, best)
-    found = _best_with(prices, task, {}, known_s)
-    found = found or _best_with(prices, _as_offloaded(task, best), {}, known_s)
+    with_offload = _as_offloaded(task, best)
+    ways = [task] if with_offload == task else [with_offload, task]
+    every = [_best_with(prices, one, {}, known_s) for one in ways]
+    found = min(filter(None, every), key=lambda c: c.step_s, default=None)
     if found is None:
         return Scenario(name, None, math.inf, "nothing fits")
     per_token = found.step_s / found.layout.global_batch_tokens
@@ -562,6 +601,8 @@ def _scenario(name: str, prices: Prices, task: Task, best: Candidate) -> Scenari
         told += f", micro-batch {found.layout.micro_batch_rows}"
     if same and zero_text(found.layout) != zero_text(best.layout):
         told += f", {zero_text(found.layout)}"
+    if same and offloaded(found.layout) != offloaded(best.layout):
+        told += f", {', '.join(f'offload {k}' for k in offloaded(found.layout)) or 'no offload'}"
     return Scenario(name, found, per_token, told)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,10 +11,10 @@ from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.memory.host import HostMemory
 from stepwell.plan.memory.ledger import MemoryLedger
 from stepwell.plan.search.checks import pins_text
-from stepwell.plan.search.runs import short
+from stepwell.plan.search.runs import offloaded, short
 from stepwell.plan.search.space import REASONS, Refused, Task
 from stepwell.plan.steptime.step import StepTime
-from stepwell.plan.units import size_text
+from stepwell.plan.units import count_of, size_text
 from stepwell.types import ConfigError
 
 
@@ -64,6 +65,13 @@ class Candidate:
         return self.job.cluster.accelerator.memory_bytes - self.peak_bytes
 
     @property
+    def room_bytes(self) -> float:
+        """What is left of a GPU: beyond the margin where only the closed form says so."""
+        if self.exact is None:
+            return headroom(self.memory, self.job.cluster)
+        return self.headroom_bytes
+
+    @property
     def tokens_per_s(self) -> float:
         """Of all accelerators together."""
         return self.layout.global_batch_tokens / self.step_s
@@ -73,8 +81,9 @@ class Candidate:
 class Ranking:
     """found: layouts that fit, the fastest first; all within `SLACK` of the best are there.
     refused_meshes, refused: how many meshes, and layouts of the others, by rule (`space.REASONS`).
-    closest: where nothing fits, what needs the least memory. offload: what had to be offloaded for
-    anything to fit."""
+    closest: where nothing fits, what needs the least memory. offload: what goes to the host of
+    those found though nobody asked. resident_s: the fastest step without; inf where nothing fits
+    so."""
 
     task: Task
     found: tuple[Candidate, ...]
@@ -86,13 +95,20 @@ class Ranking:
     seconds: float
     closest: Candidate | None = None
     offload: tuple[str, ...] = ()
+    resident_s: float = math.inf
     complaints: tuple[str, ...] = ()
+
+    @property
+    def number_text(self) -> str:
+        """`3,056 layouts of 40 meshes`."""
+        meshes = "1 mesh" if self.num_meshes == 1 else f"{self.num_meshes:,} meshes"
+        return f"{count_of(self.num_layouts, 'layout')} of {meshes}"
 
     @property
     def lacks_memory(self) -> bool:
         """Whether not even what needs the least fits into an accelerator."""
-        spare, cluster = self.task.pins.headroom_bytes, self.task.cluster
-        return self.closest is not None and headroom(self.closest.memory, cluster) < spare
+        spare = self.task.pins.headroom_bytes
+        return self.closest is not None and self.closest.room_bytes < spare
 
     @property
     def best(self) -> Candidate:
@@ -115,12 +131,12 @@ def nothing_fits(ranking: Ranking) -> str:
             lean = f"the leanest is {short(closest.layout)}, and {closest.memory.host.shortage}"
             return f"{what}fits{held}: {lean}"
         return f"{what}runs{held}: {rules_text(ranking)}"
-    has, needs = task.cluster.accelerator.memory_bytes, closest.memory.total
+    has, needs = task.cluster.accelerator.memory_bytes, closest.peak_bytes
     said = f"the leanest, {short(closest.layout)}, needs {size_text(needs)}"
     said += f" of {has / 2**30:.1f} GiB on each{held}"
     if needs + pins.headroom_bytes > has >= needs:
         said += f", and {pins.headroom_bytes / 2**30:g} must stay free"
-    if pins.offload is None:
+    if pins.offload is None and not offloaded(closest.layout):
         said += ", and does not fit with offload to the host either"
     freed = ", or free what is held fixed" if held else ""
     return f"{what}fits: {said}; give more accelerators{freed}"

@@ -9,9 +9,11 @@ from dataclasses import replace
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.footprint.footprint import headroom
 from stepwell.plan.job import Arrangement
+from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.checks import check_task
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import (
+    OFFLOADS,
     Family,
     Task,
     body,
@@ -22,6 +24,7 @@ from stepwell.plan.search.space import (
     precisions,
     recomputations,
     schedules,
+    with_offload,
 )
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -50,16 +53,26 @@ def _between(cluster: Cluster, number: int, most: int = 16) -> range:
 
 
 def _something_fits(task: Task, prices: Prices) -> bool:
+    """Offload is free where it is not held fixed."""
     try:
         check_task(task)
     except ConfigError:
         return False
+    held = task.pins.offload
+    kinds = ((), *OFFLOADS) if held is None else (held,)
+    return any(what_fits(with_offload(task, kind), prices) for kind in kinds)
+
+
+def what_fits(task: Task, prices: Prices) -> Candidate | None:
+    """One of the leanest of each mesh that fits, and that the engine runs."""
     spare = task.pins.headroom_bytes
-    fitting = (prices.as_run(x) for x in _leanest(task) if prices.fits(x, spare))
-    return any(
-        not isinstance(found, str) and found.headroom_bytes >= spare and found.fits
-        for found in fitting
-    )
+    for layout in _leanest(task):
+        if not prices.fits(layout, spare):
+            continue
+        found = prices.as_run(layout)
+        if not isinstance(found, str) and found.headroom_bytes >= spare and found.fits:
+            return found
+    return None
 
 
 def leanest_of(task: Task, prices: Prices) -> Arrangement | None:

@@ -19,13 +19,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.footprint.footprint import headroom
 from stepwell.plan.job import Arrangement, Dims
 from stepwell.plan.search.candidates import Candidate, Ranking, complexity, mesh_of
 from stepwell.plan.search.checks import check_task
 from stepwell.plan.search.fewest import leanest_of
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import (
+    OFFLOADS,
     Family,
     Level,
     Pins,
@@ -43,13 +43,14 @@ from stepwell.plan.search.space import (
     precisions,
     recomputations,
     schedules,
+    with_offload,
 )
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 SLACK = 1.1
 NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger in any case
-OFFLOADS = (("optimizer",), ("optimizer", "activations"), ("parameters", "activations"))
+OFFLOAD_GAIN = 1.001  # times as fast as with less offload, or it is not taken
 
 
 def search(
@@ -67,8 +68,8 @@ def search(
 ) -> Ranking:
     """Layouts by predicted step time. global_batch_tokens: rounded to whole rows of seq_len.
     config: the engine's model, whose rules then have the last word. prices: of an earlier search
-    for the same model and cluster. at_most_s: slower layouts are of no interest. may_offload: if
-    nothing fits without.
+    for the same model and cluster. at_most_s: slower layouts are of no interest. may_offload: where
+    nothing fits without, or only what computes activations again; of all kinds the fastest.
 
     Raises ConfigError for pins and sizes that no layout can have; where nothing fits, `found` is
     empty.
@@ -83,16 +84,11 @@ def search(
     check_task(task)
     begin, prices = time.perf_counter(), prices or Prices(dims, cluster, config)
     opened = _search(task, prices, slack, at_most_s)
-    offload: tuple[str, ...] = ()
-    if not opened.found and may_offload and task.pins.offload is None and at_most_s == math.inf:
-        for offload in OFFLOADS:
-            lighter = replace(task, pins=replace(task.pins, offload=offload))
-            again = _search(lighter, prices, slack)
-            if again.found:
-                opened = again
-                break
-        else:
-            offload = ()
+    resident, offload = opened, ()
+    if may_offload and task.pins.offload is None and at_most_s == math.inf:
+        offload = _worthwhile_offload(task, prices, opened)
+    if offload:
+        opened = _search(with_offload(task, offload), prices, slack)
     found = _checked(opened, slack)
     closest = None if found else _closest(task, prices, may_offload)
     return Ranking(
@@ -106,19 +102,41 @@ def search(
         seconds=time.perf_counter() - begin,
         closest=closest,
         offload=offload,
+        resident_s=resident.best_s,
         complaints=tuple(dict.fromkeys(opened.complaints)),
     )
 
 
+def _worthwhile_offload(task: Task, prices: Prices, resident: _Open) -> tuple[str, ...]:
+    """The kinds with which the step is the shortest, each asked for only so far as it would be much
+    faster than those before; none where nothing is computed again for want of memory. None beats
+    memory without end."""
+    best_s, chosen = resident.best_s, ()
+    if resident.found and next(iter(resident.found)).recompute in ("none", task.pins.recompute):
+        return chosen
+    endless = replace(task, pins=replace(task.pins, headroom_bytes=-math.inf))
+    least_s = _search(endless, prices, 1.0).best_s
+    for kinds in OFFLOADS:
+        if best_s / OFFLOAD_GAIN < least_s < math.inf:
+            break
+        found = _search(with_offload(task, kinds), prices, 1.0, best_s / OFFLOAD_GAIN)
+        if found.found:
+            best_s, chosen = found.best_s, kinds
+    return chosen
+
+
 def _closest(task: Task, prices: Prices, may_offload: bool) -> Candidate | None:
-    """What lacks the least: with the least offload that an accelerator has room with, if any."""
+    """What lacks the least, with or without offload; of what an accelerator has room for, what
+    takes the least of the machine's memory."""
     tasks = [task]
     if may_offload and task.pins.offload is None:
-        tasks += [replace(task, pins=replace(task.pins, offload=kinds)) for kinds in OFFLOADS]
-    found = [prices.candidate(lean) for one in tasks if (lean := leanest_of(one, prices))]
-    spare = task.pins.headroom_bytes
-    with_room = (c for c in found if headroom(c.memory, task.cluster) >= spare)
-    return next(with_room, found[0] if found else None)
+        tasks += [with_offload(task, kinds) for kinds in OFFLOADS]
+    leanest = [lean for one in tasks if (lean := leanest_of(one, prices))]
+    exact = [(prices.as_run(lean), lean) for lean in leanest]
+    found = [prices.candidate(lean) if isinstance(c, str) else c for c, lean in exact]
+    with_room = [c for c in found if c.room_bytes >= task.pins.headroom_bytes]
+    least = min(found, key=lambda c: c.peak_bytes, default=None)
+    return min(with_room, key=lambda c: c.memory.host.total, default=least)
 
 
 # By recomputation: the rows at a time from which a family is too large, and up to which it fits.

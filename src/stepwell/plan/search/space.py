@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any, Literal, NamedTuple
@@ -40,6 +40,14 @@ FEWEST_CONTEXT_TOKENS = 1024
 MOST_MICRO_BATCH_TOKENS = 1 << 17
 CHUNK_TOKENS = LossConfig().chunk_tokens
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+# Kinds of offload, from little to much that leans on the machine's memory and its links.
+OFFLOADS = (
+    ("optimizer",),
+    ("activations",),
+    ("optimizer", "activations"),
+    ("parameters",),
+    ("parameters", "activations"),
+)
 # By rule: why a layout is not looked at. Shown with their counts.
 REASONS = {
     "tensor domain": "tensor ranks would leave the scale-up domain, or not divide it evenly",
@@ -85,6 +93,7 @@ class Pins:
     recompute: Recompute | None = None
     precision: Precision | Literal["any"] | None = None
     offload: tuple[str, ...] | None = None
+    checkpoint: Literal["synchronous", "asynchronous"] | None = None
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
@@ -134,6 +143,10 @@ class Task:
 
 
 Refused = Counter[str]
+
+
+def with_offload(task: Task, kinds: tuple[str, ...]) -> Task:
+    return replace(task, pins=replace(task.pins, offload=kinds))
 
 
 def divisors(number: int) -> list[int]:
@@ -256,6 +269,7 @@ def body(task: Task, family: Family) -> Arrangement:
         offload_optimizer="optimizer" in offload,
         offload_parameters="parameters" in offload,
         offload_activations="activations" in offload,
+        stages_checkpoint=task.pins.checkpoint != "synchronous",
     )
 
 
