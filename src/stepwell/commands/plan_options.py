@@ -86,6 +86,10 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             ("bf16", "fp16", "fp32", "fp8", "any"), "precision",
         ),
         Option("offload", "LIST", "optimizer,parameters,activations or none", "words"),
+        Option(
+            "checkpoint", "synchronous|asynchronous", "how they are written (asynchronous)",
+            "choice", ("synchronous", "asynchronous"), "checkpoint",
+        ),
         Option("max-tp", "N", "bound", "count", pin="max_tp"),
         Option("max-cp", "N", "bound", "count", pin="max_cp"),
         Option("max-pp", "N", "bound", "count", pin="max_pp"),

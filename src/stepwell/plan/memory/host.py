@@ -26,6 +26,8 @@ PROCESS_BYTES = {"cpu": round(0.3 * GIB), "cuda": round(2.3 * GIB)}
 BATCH_BYTES_PER_TOKEN = 32
 # The batch at work and the one that is drawn.
 NUM_BATCHES = 2
+# What leaves a checkpoint's copy away: of a recipe, and beside --model.
+NOT_STAGED = "checkpoint.asynchronous=false (--checkpoint synchronous)"
 # Parts of `host_bytes` that are in pinned memory (a quarter: the buffer between device and host;
 # a half: parameters and gradients, not the moments), and a reference that is parked there.
 PINNED = {
@@ -70,7 +72,7 @@ class HostMemory:
         parts = ", ".join(f"{key} {self.items[key] / GIB:.1f} GiB" for key in largest)
         many = "1 rank" if self.ranks_per_machine == 1 else f"{self.ranks_per_machine} ranks"
         less = self.total - self.items.get("checkpoint", 0)
-        instead = "" if less > self.room else ", or with checkpoint.asynchronous=false"
+        instead = "" if less > self.room else f", or with {NOT_STAGED}"
         has = "its" if self.known else "the usual"
         return (
             f"{self.total / GIB:.1f} GiB of host memory for {many} a machine ({parts}) are more "
