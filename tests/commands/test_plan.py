@@ -30,6 +30,7 @@ from stepwell.plan.cluster import cluster
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import job_of
 from stepwell.plan.memory.ledger import predict_rank
+from stepwell.plan.units import seconds_text
 from stepwell.presets import preset
 from stepwell.types import ConfigError
 
@@ -389,7 +390,7 @@ def test_a_methods_plan_is_a_page_and_a_recipe_that_is_planned_alike(capsys, tmp
     code, out, _ = run(capsys, *words, "--write", str(recipe), "--html", str(page))
     assert code == 0
     asked = json.loads(out)["asked"]
-    assert f"{asked['peak'] / 1e9:.1f} GB" in page.read_text("utf-8")
+    assert f"{asked['peak'] / 2**30:.1f} GiB" in page.read_text("utf-8")
     code, out, _ = run(capsys, str(recipe), "--gpus", "4", "--json")
     assert code == 0
     found = json.loads(out)
@@ -401,7 +402,12 @@ def test_a_methods_plan_is_a_page_and_a_recipe_that_is_planned_alike(capsys, tmp
         assert found["all_models"]["times"] == pytest.approx(asked["times"], rel=1e-9)
     _, out, _ = run(capsys, str(recipe), "--gpus", "4")
     assert ("All models of the method" in out) == (method != "qlora")
-    assert f"{asked['peak'] / 1e9:.1f} of" in out or method == "qlora"
+    if method != "qlora":
+        assert f"{asked['peak'] / 2**30:.1f} of" in out
+        assert "are of one training pass of the policy" in " ".join(out.split())
+        step = seconds_text(asked["step_s"])
+        assert f"a whole step: {step}" in " ".join(out.split())
+        assert f"a whole step: {step}" in recipe.read_text("utf-8")
 
 
 def test_what_no_recipe_says_is_refused_and_nothing_is_written(capsys, tmp_path):

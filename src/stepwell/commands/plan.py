@@ -29,7 +29,9 @@ from stepwell.plan.explain.reasons import explain
 from stepwell.plan.job import Job, job_of
 from stepwell.plan.measured.gap import Gap, gap, measured_step_s
 from stepwell.plan.measured.source import measured_at
+from stepwell.plan.methods.recipes import workload_of
 from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.methods.text import packed_text
 from stepwell.plan.search.candidates import Candidate, Ranking, nothing_fits, pareto
 from stepwell.plan.search.checks import left_open, pins_text
 from stepwell.plan.search.fewest import fewest_gpus
@@ -37,6 +39,7 @@ from stepwell.plan.search.prices import Prices, as_run
 from stepwell.plan.search.runs import offloaded, run_of, short, values_of
 from stepwell.plan.search.search import batches, search
 from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.units import count_of
 from stepwell.sections.methods import DPO, SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, DataError, StepwellError
@@ -316,7 +319,12 @@ def _recipe(asked: Asked) -> int:
         together=() if quick else tuple(_together(measured, prices, candidate, task)),
         fastest=fastest,
         gap=measured,
-        assumed=(*assumed, *_assumed(asked, world, run), *_assumed_of_machine(candidate)),
+        assumed=(
+            *assumed,
+            *_of_step(run, task.rows),
+            *_assumed(asked, world),
+            *_assumed_of_machine(candidate),
+        ),
         method=method,
     )
     if "write" in asked.given:
@@ -382,15 +390,26 @@ def plan_exactly(candidate: Candidate, run: Run, world: int) -> Candidate:
     return candidate.with_ledger(predict_memory(run, world, device="cuda"), host)
 
 
-def _assumed(asked: Asked, world: int, run: Run) -> tuple[str, ...]:
+def _of_step(run: Run, rows: int) -> tuple[str, ...]:
+    """Of a method whose steps are made of something else: what its rows are, and what the figures
+    are of."""
+    method = run.method
+    if isinstance(method, SampledMethod):
+        work = workload_of(run)
+        answers = f"{count_of(work.answers, 'answer')} to {count_of(work.prompts, 'prompt')}"
+        what = f"{answers}, as long as they may be; {packed_text(rows, work)}"
+    elif isinstance(method, DPO):
+        what = f"{count_of(method.pairs_per_step, 'pair')} of answers a step, each filling a row"
+    else:
+        return ()
+    return what, (
+        "step, rates and layout are of one training pass of the policy; the whole step of the "
+        "method and the memory of all its models are told below as such"
+    )
+
+
+def _assumed(asked: Asked, world: int) -> tuple[str, ...]:
     found = []
-    if isinstance(run.method, SampledMethod):
-        found.append(
-            f"a step is a pass over the answers to {run.method.prompts_per_step} prompts, as long "
-            "as they may be; where all models are told, sampling and scoring are in it, too"
-        )
-    if isinstance(run.method, DPO):
-        found.append(f"{run.method.pairs_per_step} pairs of answers a step, each filling a row")
     if "gpus" not in asked.given:
         many = "one GPU" if world == 1 else f"{world} GPUs"
         found.append(f"{many}, the fewest that the layout fits (--gpus)")

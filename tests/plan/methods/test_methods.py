@@ -31,10 +31,11 @@ from stepwell.plan.methods.placements import (
     variants,
 )
 from stepwell.plan.methods.rollouts import Workload, weight_bytes
-from stepwell.plan.methods.training import GATHERED_TRAINED, Question, handed_over
+from stepwell.plan.methods.training import GATHERED_TRAINED, Question, handed_over, micro_batches
 from stepwell.plan.search.space import Pins
 from stepwell.plan.steptime.coefficients import SHIPPED as RATES
 from stepwell.plan.steptime.step import predict_step
+from stepwell.plan.units import size_text
 from stepwell.presets import PRESETS
 from stepwell.ranks import run_ranks
 from stepwell.sections.model import ModelConfig
@@ -85,9 +86,9 @@ def test_four_equal_models_of_70b_do_not_fit_on_eight(ppo_70b):
     assert 32 <= ppo_70b.fewest_served <= 64
     text = "\n".join(ppo_70b.lines())
     assert f"it would fit from {ppo_70b.fewest_served} GPUs on" in text
-    assert "36 bytes a parameter, 2,540 GB" in text
+    assert f"36 bytes a parameter, {size_text(ppo_70b.state_bytes)}" in text
     assert "it does not fit" in text
-    assert "more GPUs do not help: the sampler's copy of the weights (141 GB)" in text
+    assert "more GPUs do not help: the sampler's copy of the weights (131.4 GiB)" in text
 
 
 def test_qlora_of_70b_fits_on_one_gpu():
@@ -110,8 +111,8 @@ def test_what_every_gpu_has_whole_is_not_told_as_bytes_a_parameter(ppo_70b):
     assert eight.held_bytes > 6 * eight.state_bytes
     assert one.held_bytes == pytest.approx(one.state_bytes, rel=1e-3)
     told = "\n".join(eight.lines())
-    held = eight.held_bytes / 1e9
-    assert f"43 GB a copy, {held:,.0f} GB on 8 GPUs, each of which has the base in 4" in told
+    held = size_text(eight.held_bytes)
+    assert f"a copy, {held} on 8 GPUs, each of which has the base in 4" in told
     assert "a copy" not in "\n".join(one.lines())
     whole = plan("lora", "llama3-70b", 8)
     assert whole.held_bytes < 1.1 * whole.state_bytes  # adapters, in part, on each tensor rank
@@ -123,19 +124,21 @@ def test_the_text_says_of_what_and_why(ppo_70b):
     found = plan("dpo", "llama3-70b", 8)
     told = "\n".join(found.lines())
     assert "a step's work: pairs of answers in 64 rows of 2,048 tokens" in told
-    assert "84.9 GB (79.1 GiB; 1 GB is 10^9 bytes), 84.1 of them usable" in told
+    assert "a GPU has 79.1 GiB, 78.3 of them usable" in told
     assert found.asked.settings["layout.tp"] == 8
     assert "TP 8 comes nearest: at TP 1 training needs" in told
     assert ppo_70b.elsewhere is not None
     assert "TP 2 because at TP 1 training needs" in ppo_70b.elsewhere.why_tp
     at_one = plan("dpo", "llama3-70b", 8, pins=Pins(tp=1)).asked
     assert at_one.why_tp == ""
-    assert f"needs {at_one.peak / 1e9:,.1f} GB" in told
-    assert "float32 weights 35.3" in told
-    assert "master 35.3" not in told
+    assert f"needs {size_text(at_one.peak)}" in told
+    assert "float32 weights 32.9 GiB" in told
+    assert "master 32.9" not in told
     work = Workload(prompts=7, group_size=4, prompt_tokens=100, answer_tokens=200, updates=2)
     told = "\n".join(plan("grpo", "smollm2-360m", 8, workload=work).lines())
     assert "7 prompts of 100 tokens, 4 answers of up to 200 to each, gone through 2 times" in told
+    packed = "packed, each prompt once for its answers, they are 24 rows of 300 tokens to train on"
+    assert packed in told
 
 
 def test_both_sides_of_what_is_held_fixed():
@@ -156,6 +159,27 @@ def test_both_sides_of_what_is_held_fixed():
             plan("dpo", "smollm2-360m", 8, pins=pins)
     with pytest.raises(ConfigError, match="with --tp 2: lora.quantize='nf4'"):
         plan("qlora", "llama3-8b", 8, pins=Pins(tp=2))
+
+
+def test_micro_batches_are_as_even_as_their_number_allows():
+    assert micro_batches(1) == [1]
+    assert micro_batches(8) == [1, 2, 4, 8]
+    assert micro_batches(5) == [1, 2, 3, 5]
+    for rows in range(1, 400):
+        sizes = micro_batches(rows)
+        assert sizes[0] == 1
+        assert sizes[-1] == rows
+        assert all(ceil(rows / size) * size - rows < ceil(rows / size) for size in sizes)
+
+
+def test_rows_that_eight_does_not_divide_are_gone_through_eight_at_a_time():
+    """The answers of GRPO fill 364 rows; nothing that fits is faster than what is chosen."""
+    free = plan("grpo", "smollm2-135m", 2).asked
+    assert free.job.layout.global_batch_rows == 364
+    assert free.job.layout.micro_batch_rows >= 4
+    for rows in (2, 4, 8, 16, 32):
+        held = plan("grpo", "smollm2-135m", 2, pins=Pins(micro_batch_rows=rows)).asked
+        assert not held.fits or held.step_s > 0.98 * free.step_s, rows
 
 
 @pytest.mark.parametrize("method", ["dpo", "lora"])

@@ -19,6 +19,7 @@ from stepwell.plan.methods.pictures import (
     moments_chart,
     time_chart,
 )
+from stepwell.plan.units import in_gib, seconds_text, size_text
 from stepwell.presets import PRESETS
 from tests.diagnose.test_report import CHROMIUM, brightness, look
 from tests.plan.explain.test_page import Page
@@ -51,11 +52,11 @@ def test_the_page_has_every_part_and_asks_for_nothing(ppo):
     assert "<script" not in text
     assert sum(tag == "svg" for tag, _ in page.tags) == 4
     one = ppo.asked
-    for said in (f"{one.peak / 1e9:.1f} GB", f"{one.step_s:,.1f} s", "--method.kind ppo",
-                 f"of {one.limit / 1e9:.1f} while {one.phase}: fits"):  # fmt: skip
+    for said in (size_text(one.peak), seconds_text(one.step_s), "--method.kind ppo",
+                 f"of {size_text(one.limit)} while {one.phase}: fits"):  # fmt: skip
         assert said in text
     for other in ppo.others:
-        assert f"{other.peak / 1e9:,.1f}" in text
+        assert in_gib(other.peak) in text
     assert "<b>x" not in render(replace(ppo, name="<b>x"))
 
 
@@ -66,7 +67,7 @@ def test_pictures_are_of_every_gpu_moment_and_model(ppo):
     for moment, held in one.parts.items():
         assert f">{moment}<" in drawn
         assert sum(held.values()) == pytest.approx(one.phases[moment])
-        assert f">{sum(held.values()) / 1e9:,.1f}<" in drawn
+        assert f">{in_gib(sum(held.values()))}<" in drawn
     drawn = models_chart(one)
     assert all(f">{escape(name)}<" in drawn for name in (*one.models, COPY, CACHE))
     assert drawn.count("<text") == 2 * (4 + 2)

@@ -21,9 +21,11 @@ from stepwell.plan.methods.recipes import (
     recipe,
 )
 from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.methods.text import of_limit
 from stepwell.plan.methods.training import Question
 from stepwell.plan.search.space import Pins
 from stepwell.plan.steptime.step import predict_step
+from stepwell.plan.units import seconds_text
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError
 
@@ -63,7 +65,7 @@ def test_a_recipe_is_the_plan(method, tmp_path):
         assert told.models == chosen.models
         assert told.parts == chosen.parts
         assert told.times == chosen.times
-    assert f"{chosen.peak / 1e9:.1f} of {chosen.limit / 1e9:.1f} GB" in text
+    assert f"{of_limit(chosen)}; a whole step: {seconds_text(chosen.step_s)} (" in text
     assert "# Still to say: model.init" in text
 
 

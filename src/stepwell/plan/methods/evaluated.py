@@ -40,6 +40,7 @@ from stepwell.plan.methods.training import (
     trainings_of,
 )
 from stepwell.plan.search.runs import short
+from stepwell.plan.units import seconds_text, size_text
 
 NO_COPY = (
     "the engine, which packs a whole copy of the policy on every GPU before it samples, also for a "
@@ -62,7 +63,7 @@ class Evaluated:
     allocator and the driver take. times: seconds of a step by part. servers: GPUs beside those that
     train, by what they do. settings: keys of the run. lacks: what the engine would need for it;
     empty if it runs as it is. served_reward: bytes of a reward model on other GPUs. why_tp: what is
-    gained by its tensor ranks."""
+    gained by its tensor ranks. host_limit: of a machine, where nobody says, as is usual."""
 
     placement: Placement
     num_gpus: int
@@ -72,7 +73,7 @@ class Evaluated:
     parts: dict[str, dict[str, float]]
     limit: float
     host_of_machine: float
-    host_limit: float | None
+    host_limit: float
     sampling: Sampling | None
     times: dict[str, float]
     settings: dict[str, str | int | float]
@@ -106,8 +107,13 @@ class Evaluated:
 
     @property
     def fits(self) -> bool:
-        host = self.host_limit is None or self.host_of_machine <= self.host_limit
-        return self.peak <= self.limit and host
+        return self.peak <= self.limit and self.host_of_machine <= self.host_limit
+
+    @property
+    def host_text(self) -> str:
+        """What a machine has."""
+        known = self.job.cluster.host_memory_bytes is not None
+        return size_text(self.host_limit) + ("" if known else " as is usual")
 
     @property
     def trains_the_same(self) -> bool:
@@ -210,10 +216,10 @@ def _with_reason(chosen: Evaluated, other: Evaluated) -> Evaluated:
     """other: the best without tensor ranks."""
     tp = chosen.job.layout.tp
     if other.fits:
-        why = f"is faster than TP 1, {other.step_s:,.1f} s"
+        why = f"is faster than TP 1, {seconds_text(other.step_s)}"
     elif other.peak > other.limit:
         how = "because" if chosen.fits else "comes nearest:"
-        why = f"{how} at TP 1 {other.phase} needs {other.peak / 1e9:,.1f} GB"
+        why = f"{how} at TP 1 {other.phase} needs {size_text(other.peak)}"
     else:
         why = "because at TP 1 the host has no room"
     return replace(chosen, why_tp=f"TP {tp} {why}")
@@ -256,7 +262,7 @@ def placed(
         parts={name: _with_outside(held, training) for name, held in parts.items()},
         limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
         host_of_machine=_host(training, placement) + here * away,
-        host_limit=question.cluster.host_memory_bytes,
+        host_limit=question.cluster.host_room_bytes,
         sampling=sampling,
         times=times_of(question, placement, training, sampling),
         settings={

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.files import write_text
-from stepwell.plan.cluster import GB
 from stepwell.plan.explain.page import Figure, Rows, filled
+from stepwell.plan.explain.reasons import count_text
 from stepwell.plan.methods import pictures
 from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.methods.methods import MethodPlan
-from stepwell.plan.methods.text import NAMES, settings_text, verdict, workload_text
+from stepwell.plan.methods.text import (
+    NAMES,
+    settings_text,
+    verdict,
+    workload_text,
+)
+from stepwell.plan.units import in_gib, seconds_text, size_text
 
 
 def write_page(plan: MethodPlan, path: Path) -> Path:
@@ -30,22 +36,21 @@ def render(plan: MethodPlan) -> str:
     return filled(
         title=f"{plan.method} of {plan.name} on {plan.num_gpus:,} x {plan.gpu}",
         lead=(
-            f"{NAMES[plan.method]}; {plan.parameters / 1e9:.1f} billion parameters. A step's work: "
-            f"{workload_text(plan.method, plan.workload)}. Predicted, not measured; "
-            "1 GB is 10^9 bytes."
+            f"{NAMES[plan.method]}; {count_text(plan.parameters)} parameters. A step's work: "
+            f"{workload_text(plan.method, plan.workload)}. Predicted, not measured."
         ),
         figures=[
             Figure(
                 "memory of a GPU",
-                f"{one.peak / GB:.1f} GB",
-                f"of {one.limit / GB:.1f} while {one.phase}: "
+                size_text(one.peak),
+                f"of {size_text(one.limit)} while {one.phase}: "
                 f"{'fits' if one.fits else 'does not fit'}",
                 good,
             ),
-            Figure("a step", f"{one.step_s:,.1f} s", _longest(one)),
+            Figure("a step", seconds_text(one.step_s), _longest(one)),
             Figure(
                 "all models, each once",
-                f"{plan.state_bytes / GB:,.0f} GB",
+                size_text(plan.state_bytes),
                 f"{plan.bytes_per_parameter:.3g} bytes a parameter, as usually drawn",
             ),
             *_host(one),
@@ -69,7 +74,7 @@ def render(plan: MethodPlan) -> str:
         models_legend=pictures.legend_of_parts(),
         time_title="Where a step's time goes",
         waterfall=pictures.time_chart(one),
-        time_note=f"A step of {one.step_s:,.1f} s; its parts follow each other.",
+        time_note=f"A step of {seconds_text(one.step_s)}; its parts follow each other.",
         tables=[_alternatives(plan), _models(one), _settings(one)],
     )
 
@@ -77,13 +82,12 @@ def render(plan: MethodPlan) -> str:
 def _host(one: Evaluated) -> list[Figure]:
     if not one.host_of_machine:
         return []
-    has = f"of {one.host_limit / GB:,.0f}" if one.host_limit else "what it has is not known"
-    return [Figure("a machine's memory", f"{one.host_of_machine / GB:,.0f} GB", has)]
+    return [Figure("a machine's memory", size_text(one.host_of_machine), f"of {one.host_text}")]
 
 
 def _longest(one: Evaluated) -> str:
     name = max(one.times, key=lambda part: one.times[part])
-    return f"{one.times[name]:,.1f} s of it {name}"
+    return f"{seconds_text(one.times[name])} of it {name}"
 
 
 def _who(one: Evaluated) -> str:
@@ -117,14 +121,14 @@ def _alternatives(plan: MethodPlan) -> Rows:
         (
             name,
             f"{_who(one)}: {one.layout}",
-            f"{one.peak / GB:,.1f}",
-            f"{one.host_of_machine / GB:,.0f}",
-            f"{one.step_s:,.1f}",
+            in_gib(one.peak),
+            in_gib(one.host_of_machine) if one.host_of_machine else "0",
+            seconds_text(one.step_s),
             "not yet" if one.lacks else "yes" if one.fits else "no",
         )
         for name, one in found
     ]
-    columns = ("placement", "layout", "GB a GPU", "GB of a host", "s a step", "fits")
+    columns = ("placement", "layout", "GiB a GPU", "GiB of a host", "a step", "fits")
     return Rows("alternatives", "What else there was", columns, rows, columns[2:])
 
 
@@ -136,13 +140,12 @@ def _models(one: Evaluated) -> Rows:
     rows = [
         (
             name,
-            *(f"{n / GB:,.1f}" for n in model.named().values()),
-            f"{model.total / GB:,.1f}",
+            *(in_gib(n) if n else "0" for n in (*model.named().values(), model.total)),
         )
         for name, model in one.models.items()
     ]
     columns = ("model", "frozen", "gradients", "float32", "moments", "on the host", "on a GPU")
-    return Rows("models", "GB of each model on a GPU", columns, rows, columns[1:])
+    return Rows("models", "GiB of each model on a GPU", columns, rows, columns[1:])
 
 
 def _settings(one: Evaluated) -> Rows:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stepwell.plan.cluster import GB
 from stepwell.plan.explain.pictures import WIDTH, box, place_of, svg, text
 from stepwell.plan.methods.evaluated import (
     ACTIVATIONS,
@@ -19,6 +18,7 @@ from stepwell.plan.methods.evaluated import (
     Evaluated,
 )
 from stepwell.plan.methods.text import part_name
+from stepwell.plan.units import in_gib, seconds_text, size_text
 
 MOST_GPUS = 32  # that are drawn
 COLORS = {
@@ -130,12 +130,12 @@ def moments_chart(one: Evaluated) -> str:
         parts.append(text(0, y + 13, moment))
         parts += _stack(LEFT, y, HIGH, held, scale, COLORS)
         total = sum(held.values())
-        parts.append(text(LEFT + total * scale + 4, y + 13, f"{total / GB:,.1f}", "small"))
+        parts.append(text(LEFT + total * scale + 4, y + 13, in_gib(total), "small"))
     height = len(one.parts) * (HIGH + GAP)
     limit = LEFT + has * scale
     parts.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{height}" class="limit"/>')
-    parts.append(text(limit, height + 12, f"{has / GB:.1f} GB", "small", "end"))
-    what = "GB on a GPU that trains, in each moment of a step"
+    parts.append(text(limit, height + 12, size_text(has), "small", "end"))
+    what = "GiB on a GPU that trains, in each moment of a step"
     return svg(WIDTH, height + 16, "Memory of each moment", what, parts)
 
 
@@ -157,11 +157,9 @@ def models_chart(one: Evaluated) -> str:
         parts.append(text(0, y + 13, name))
         parts += _stack(LEFT, y, HIGH, bar, scale, {**PARTS, CACHE: COLORS[CACHE]})
         host = one.models[name].host if name in one.models else 0
-        said = f"{sum(bar.values()) / GB:,.1f}" + (
-            f" and {host / GB:,.1f} on the host" if host else ""
-        )
+        said = in_gib(sum(bar.values())) + (f" and {in_gib(host)} on the host" if host else "")
         parts.append(text(LEFT + sum(bar.values()) * scale + 4, y + 13, said, "small"))
-    what = "GB of each model on a GPU, by what they are"
+    what = "GiB of each model on a GPU, by what they are"
     return svg(WIDTH, len(bars) * (HIGH + GAP), "Memory of each model", what, parts)
 
 
@@ -175,8 +173,8 @@ def time_chart(one: Evaluated) -> str:
     for i, (name, seconds) in enumerate(one.times.items()):
         y, x = i * (HIGH + GAP), left + start * scale
         parts.append(text(left - 8, y + 13, name, "", "end"))
-        parts.append(box(x, y, seconds * scale, HIGH, _color_of_time(name), f"{seconds:,.2f} s"))
-        shown = f"{seconds:,.1f} s, {100 * seconds / one.step_s:.0f} %"
+        parts.append(box(x, y, seconds * scale, HIGH, _color_of_time(name), seconds_text(seconds)))
+        shown = f"{seconds_text(seconds)}, {100 * seconds / one.step_s:.0f} %"
         parts.append(text(x + seconds * scale + 4, y + 13, shown, "small"))
         start += seconds
     what = "Seconds of a step, one part after the other"
@@ -199,11 +197,11 @@ def _stack(
     parts = []
     for name, num_bytes in held.items():
         if num_bytes:
-            hint = f"{part_name(name)}: {num_bytes / GB:,.1f} GB"
+            hint = f"{part_name(name)}: {size_text(num_bytes)}"
             parts.append(box(x, y, num_bytes * scale, high, colors[name], hint))
         x += num_bytes * scale
     return parts
 
 
 def _told(held: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {n / GB:,.1f} GB" for name, n in held.items() if n)
+    return ", ".join(f"{name} {size_text(n)}" for name, n in held.items() if n)

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepwell.config import Run
 from stepwell.parallel.rules import axis_sizes
-from stepwell.plan.cluster import GB, Cluster
+from stepwell.plan.cluster import Cluster
 from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.memory.models import ModelBytes, predict_models, reference_place
@@ -19,8 +19,10 @@ from stepwell.plan.methods.evaluated import Evaluated, placed, servers_of
 from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.placements import SAMPLED, Placement
 from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.methods.text import of_limit, parts_text
 from stepwell.plan.methods.training import Question, reward_bytes, rows_of, training_of
 from stepwell.plan.search.runs import values_of
+from stepwell.plan.units import seconds_text
 from stepwell.sections.methods import DPO, PPO, SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -91,8 +93,7 @@ def heading(plan: MethodPlan, machines: Cluster) -> str:
         still.insert(1, "method.rewards or method.verifier")
     return (
         f"# {plan.method} on {plan.num_gpus} x {machines.name}, planned: {said}.\n"
-        f"# {one.peak / GB:.1f} of {one.limit / GB:.1f} GB while {one.phase}, "
-        f"{one.step_s:,.1f} s a step.\n"
+        f"# {of_limit(one)}; a whole step: {seconds_text(one.step_s)} ({parts_text(one)}).\n"
         f"# Still to say: {', '.join(still)}.\n"
     )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from stepwell.hardware import GIB
-from stepwell.plan.cluster import GB
+from stepwell.plan.explain.reasons import count_text
 from stepwell.plan.methods.evaluated import NO_COPY, Evaluated
 from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.placements import SAMPLED
 from stepwell.plan.methods.rollouts import Workload
-from stepwell.plan.units import count_of
+from stepwell.plan.units import count_of, in_gib, seconds_text, size_text
 
 NAMES = {
     "ppo": "policy, critic, reference and reward model",
@@ -23,19 +22,18 @@ NAMES = {
 
 
 def lines(plan: MethodPlan) -> list[str]:
-    together = plan.num_gpus * plan.asked.limit / GB
+    together = plan.num_gpus * plan.asked.limit
     models = NAMES[plan.method] if "reference" in plan.asked.models else "policy"
     if plan.method in ("lora", "qlora"):
         models = NAMES[plan.method]
     found = [
-        f"{plan.method} of {plan.name} ({plan.parameters / 1e9:.1f} billion parameters) on "
+        f"{plan.method} of {plan.name} ({count_text(plan.parameters)} parameters) on "
         f"{plan.num_gpus} x {plan.gpu}",
-        f"a GPU has {plan.gpu_bytes / GB:.1f} GB ({plan.gpu_bytes / GIB:.1f} GiB; 1 GB is 10^9 "
-        f"bytes), {plan.asked.limit / GB:.1f} of them usable",
+        f"a GPU has {size_text(plan.gpu_bytes)}, {in_gib(plan.asked.limit)} of them usable",
         f"{models}: {plan.bytes_per_parameter:.3g} bytes a parameter, "
-        f"{plan.state_bytes / GB:,.0f} GB{_repeated(plan)}; the GPUs have {together:,.0f} GB "
+        f"{size_text(plan.state_bytes)}{_repeated(plan)}; the GPUs have {size_text(together)} "
         "together",
-        f"a step's work: {workload_text(plan.method, plan.workload)}",
+        f"a step's work: {workload_text(plan.method, plan.workload)}{_rows(plan)}",
         "",
         "as it is usually drawn:",
         *_indented(_of(plan.asked)),
@@ -62,7 +60,7 @@ def _repeated(plan: MethodPlan) -> str:
     if asked.trainers == 1 or not (four or asked.placement.reward == "model"):
         return ""
     whole = "the base in 4 bits" if four else "the reward model"
-    held = f"{plan.held_bytes / GB:,.0f} GB on {asked.trainers} GPUs"
+    held = f"{size_text(plan.held_bytes)} on {asked.trainers} GPUs"
     return f" a copy, {held}, each of which has {whole} whole"
 
 
@@ -80,6 +78,25 @@ def workload_text(method: str, work: Workload) -> str:
     )
 
 
+def _rows(plan: MethodPlan) -> str:
+    if plan.method not in SAMPLED:
+        return ""
+    rows = plan.asked.job.layout.global_batch_rows
+    return f"; {packed_text(rows, plan.workload)}"
+
+
+def packed_text(rows: int, work: Workload) -> str:
+    """What is trained on: a prompt is there once for all answers to it, and rows are full."""
+    shared = ", each prompt once for its answers" if work.group_size > 1 else ""
+    return (
+        f"packed{shared}, they are {count_of(rows, 'row')} of {work.seq_len:,} tokens to train on"
+    )
+
+
+def of_limit(one: Evaluated) -> str:
+    return f"{in_gib(one.peak)} of {size_text(one.limit)} while {one.phase}"
+
+
 def _indented(rows) -> list[str]:
     return [f"  {row}" for row in rows]
 
@@ -87,20 +104,17 @@ def _indented(rows) -> list[str]:
 def verdict(plan: MethodPlan) -> list[str]:
     asked = plan.asked
     if asked.fits:
-        room = (asked.limit - asked.peak) / GB
-        return [
-            f"it fits: {asked.peak / GB:.1f} of {asked.limit / GB:.1f} GB while {asked.phase}, "
-            f"{room:.1f} GB are free"
-        ]
+        room = size_text(asked.limit - asked.peak)
+        return [f"it fits: {of_limit(asked)}, {room} are free"]
     if asked.peak > asked.limit:
         said = [
-            f"it does not fit: {asked.phase} needs {asked.peak / GB:.1f} GB on a GPU that has "
-            f"{asked.limit / GB:.1f}"
+            f"it does not fit: {asked.phase} needs {size_text(asked.peak)} on a GPU that has "
+            f"{size_text(asked.limit)}"
         ]
     else:
         said = [
-            f"it does not fit: a machine's memory would hold {asked.host_of_machine / GB:,.0f} GB "
-            f"and has {(asked.host_limit or 0) / GB:,.0f}"
+            "it does not fit: a machine's memory would hold "
+            f"{size_text(asked.host_of_machine)} and has {asked.host_text}"
         ]
     if plan.fewest_gpus is not None:
         said.append(f"from {plan.fewest_gpus} GPUs on it would")
@@ -118,9 +132,9 @@ def _undivided(asked: Evaluated) -> str:
     """What every GPU has whole."""
     whole = []
     if asked.sampling is not None and not asked.servers.get("sampler"):
-        whole.append(f"the sampler's copy of the weights ({asked.sampling.weights / GB:,.0f} GB)")
+        whole.append(f"the sampler's copy of the weights ({size_text(asked.sampling.weights)})")
     if asked.placement.reward == "model":
-        whole.append(f"the reward model ({asked.models['reward'].total / GB:,.0f} GB)")
+        whole.append(f"the reward model ({size_text(asked.models['reward'].total)})")
     if asked.placement.adapters == "qlora":
         whole.append("the base in 4 bits")
     return " and ".join(whole) + (" are whole" if len(whole) > 1 else " is whole")
@@ -133,8 +147,7 @@ def _served(asked: Evaluated) -> str:
 def configured(one: Evaluated) -> list[str]:
     """Of a recipe: whether all its models fit, and the whole step."""
     verdict = "fits" if one.fits else "does not fit"
-    peak = f"{one.peak / GB:.1f} of {one.limit / GB:.1f} GB while {one.phase}"
-    return [f"{verdict}: {peak} (1 GB is 10^9 bytes)", *_of(one)]
+    return [f"{verdict}: {of_limit(one)}", *_of(one)]
 
 
 def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
@@ -149,27 +162,27 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     for name, model in one.models.items():
         if name == "reward" and one.placement.reward == "program":
             continue
-        host = f", {model.host / GB:,.1f} GB on the host" if model.host else ""
+        host = f", {size_text(model.host)} on the host" if model.host else ""
         parts = ", ".join(
-            f"{part_name(part)} {n / GB:,.1f}"
+            f"{part_name(part)} {size_text(n)}"
             for part, n in model.named().items()
             if n and part != "host"
         )
-        said = f" ({parts})" if parts else "" if host else " (nothing of its own on these GPUs)"
-        found.append(f"{name:<10}{model.total / GB:>8,.1f} GB a GPU{said}{host}")
-    phases = ", ".join(f"{name} {n / GB:,.1f}" for name, n in one.phases.items())
-    found.append(f"at its worst, GB of {one.limit / GB:.1f}: {phases}")
+        said = f" ({parts})" if parts else "" if host else " (none of its own on these GPUs)"
+        held = size_text(model.total) if model.total else "nothing"
+        found.append(f"{name:<10}{held:>10} a GPU{said}{host}")
+    phases = ", ".join(f"{name} {in_gib(n)}" for name, n in one.phases.items())
+    found.append(f"in each moment, of {size_text(one.limit)}: {phases}")
     if one.sampling is not None:
         s = one.sampling
         found.append(
-            f"sampling: {s.weights / GB:,.1f} GB of weights and {s.cache / GB:,.1f} GB of keys and "
+            f"sampling: {size_text(s.weights)} of weights and {size_text(s.cache)} of keys and "
             f"values on a GPU, {s.slots} answers at once"
         )
     if one.host_of_machine:
-        known = one.host_limit
-        has = f"of {known / GB:,.0f} GB" if known else "GB (what it has is not known)"
-        found.append(f"host memory of a machine: {one.host_of_machine / GB:,.0f} {has}")
-    found.append(f"such a step: {one.step_s:,.1f} s ({_parts(one)})")
+        held = in_gib(one.host_of_machine)
+        found.append(f"host memory of a machine: {held} of {one.host_text}")
+    found.append(f"a whole step: {seconds_text(one.step_s)} ({parts_text(one)})")
     if with_settings:
         found.append(" ".join(settings_text(one)))
     if one.lacks:
@@ -190,14 +203,14 @@ def part_name(part: str) -> str:
     return {"parameters": "frozen weights", "master": "float32 weights"}.get(part, part)
 
 
-def _parts(one: Evaluated) -> str:
+def parts_text(one: Evaluated) -> str:
     shown = [(name, s) for name, s in one.times.items() if s >= 0.005 * one.step_s]
-    return ", ".join(f"{name} {s:,.1f}" for name, s in shown)
+    return ", ".join(f"{name} {seconds_text(s)}" for name, s in shown)
 
 
 def _short(one: Evaluated) -> str:
     said = "; ".join(one.changes) or "as drawn"
-    return f"{said}: {one.peak / GB:.1f} GB, {one.step_s:,.1f} s a step"
+    return f"{said}: {size_text(one.peak)}, {seconds_text(one.step_s)} a step"
 
 
 def as_json(plan: MethodPlan) -> dict[str, Any]:

@@ -135,28 +135,34 @@ def _shards(question: Question, placement: Placement, ranks: int, tp: int) -> li
 def _with_micro_batches(
     question: Question, placement: Placement, layout: Arrangement
 ) -> Iterable[Training]:
-    """Twice as many rows at a time for as long as a step has them, there is room, and it is faster.
-    None where the engine's rules refuse the layout."""
-    rows, fastest = layout.global_batch_rows // layout.data_ranks, math.inf
+    """For as long as there is room, those that are faster than fewer rows at a time. None where the
+    engine's rules refuse the layout."""
+    fastest, rows = math.inf, layout.global_batch_rows // layout.data_ranks
+    pinned = question.pins.micro_batch_rows
     try:
         run = _run(question, placement, layout)
         models = apart_of(question, placement, layout)
-        while True:
+        for size in [pinned] if pinned else micro_batches(rows):
+            train = run.train.model_copy(update={"micro_batch_rows": size})
+            run = run.model_copy(update={"train": train})
             check_run(run, layout.num_gpus)
             job = job_of(run, layout.num_gpus, question.cluster, question.dims.name)
             found = training_of(question, run, job, models)
             step_s = question.step(found).total_s
-            if step_s > LEAST_GAIN * fastest:
+            if step_s <= LEAST_GAIN * fastest:
+                yield found
+                fastest = step_s
+            if found.allocated >= question.cluster.accelerator.memory_bytes:
                 return
-            yield found
-            fastest, twice = step_s, 2 * run.train.micro_batch_rows
-            has_room = found.allocated < question.cluster.accelerator.memory_bytes
-            if question.pins.micro_batch_rows is not None or rows % twice or not has_room:
-                return
-            train = run.train.model_copy(update={"micro_batch_rows": twice})
-            run = run.model_copy(update={"train": train})
     except ConfigError as refusal:
         question.complaints.append(str(refusal))
+
+
+def micro_batches(rows: int) -> list[int]:
+    """Sizes that a rank's rows are gone through with: about 1, 2, 4, ... rows, as even as their
+    number allows, so that none is nearly empty."""
+    numbers = [ceil(rows / 2**power) for power in range((rows - 1).bit_length() + 1)]
+    return list(dict.fromkeys(ceil(rows / number) for number in numbers))
 
 
 def exactly(question: Question, training: Training) -> Training:
