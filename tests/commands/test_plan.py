@@ -482,7 +482,7 @@ def test_a_dry_run_in_json_is_part_of_the_one_answer(capsys):
     assert "micro-batches on pipeline ranks 0" in err
 
 
-@pytest.mark.parametrize("chunk", [64, 1024])
+@pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.slow), 1024])
 def test_the_memory_of_a_plan_is_that_of_its_dry_run(capsys, chunk):
     words = ["--model.num_layers", "1", "--model.vocab_size", "32000", "--loss.chunk_tokens", chunk]
     words += [
