@@ -30,6 +30,9 @@ from stepwell.parallel.wire import wire_bytes
 
 # What pipeline ranks send each other is told apart afterwards, as in the traffic ledger.
 Phase = Literal["forward", "backward", "optimizer", "pipeline"]
+# A pipeline's gradients are reduced after its last pass: how much is held then does not depend on
+# how many passes there were.
+Peak = Phase | Literal["reduction"]
 
 _PROPAGATE = "_propagate_tensor_meta_non_cached"
 # Operators of ours that communicate inside: they are looked into.
@@ -64,7 +67,7 @@ class Moment:
 
 class Watch(TorchDispatchMode):
     """stepping: set by the caller, for phase "optimizer"; what autograd's engine runs, with FSDP2's
-    last reductions, is "backward".
+    last reductions, is "backward". Reductions after the engine's last run have a peak of their own.
 
     gathered: asked for gathered weights when the first backward pass begins, which is
     `after_forward`.
@@ -76,8 +79,8 @@ class Watch(TorchDispatchMode):
         self.counting = True
         self.sizes: dict[int, int] = {}
         self.live = 0
-        self.peaks: dict[Phase, int] = {"forward": 0, "backward": 0, "optimizer": 0}
-        self.stepping = self.in_backward = False
+        self.peaks: dict[Peak, int] = {"forward": 0, "backward": 0, "optimizer": 0}
+        self.stepping = self.in_backward = self.in_engine = False
         self.after_forward: Moment | None = None
         self.counts: Counter[tuple[str, str, int, int, Phase]] = Counter()
 
@@ -151,8 +154,9 @@ class Watch(TorchDispatchMode):
         self.live -= self.sizes.pop(key, 0)
 
     def _note(self) -> None:
-        phase = self.phase
-        self.peaks[phase] = max(self.peaks[phase], self.live)
+        after_passes = self.phase == "backward" and not self.in_engine
+        name: Peak = "reduction" if after_passes else self.phase
+        self.peaks[name] = max(self.peaks.get(name, 0), self.live)
 
 
 @contextmanager
@@ -175,17 +179,18 @@ def watching(watch: Watch) -> Iterator[None]:
 
         return quietly
 
-    def as_backward(call: Callable[..., Any]) -> Callable[..., Any]:
+    def as_backward(call: Callable[..., Any], engine: bool = False) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
-            before, watch.in_backward = watch.in_backward, True
+            before = watch.in_backward, watch.in_engine
+            watch.in_backward, watch.in_engine = True, engine or watch.in_engine
             try:
                 return call(*args, **kwargs)
             finally:
-                watch.in_backward = before
+                watch.in_backward, watch.in_engine = before
 
         return backward
 
-    run_backward = as_backward(torch.autograd._engine_run_backward)  # pyright: ignore
+    run_backward = as_backward(torch.autograd._engine_run_backward, True)  # pyright: ignore
     # A pipeline's schedule reduces gradients itself, after its last pass.
     reduce = as_backward(FSDPParamGroup.post_backward)
     propagate = getattr(_Propagator, _PROPAGATE)
