@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell.hardware import ACCELERATORS
-from stepwell.plan.comms.collectives import collectives
+from stepwell.plan.comms.collectives import Phase, collectives
 from stepwell.plan.comms.host_link import busiest_way, moved
 from stepwell.plan.steptime.coefficients import SHIPPED, UNMEASURED, fastest_matmul, peak
 from stepwell.plan.steptime.step import PCIE, flops_per_token, ledger, predict_step, price
@@ -240,7 +240,8 @@ def test_messages_of_cards_without_fast_links_share_the_link_with_offload():
     asked = changed(asked, offload_activations=True, offload_parameters=True)
     fast = {"scaleup_bytes_per_s": 1e15, "network_bytes_per_s": 1e15, "pcie_bytes_per_s": 1e10}
     asked = replace(asked, cluster=replace(asked.cluster, **fast))
-    step, phases = predict_step(asked), ("forward", "backward")
+    step = predict_step(asked)
+    phases: tuple[Phase, ...] = ("forward", "backward")
     sent = sum(s.calls * s.wire_bytes for s in collectives(asked) if s.phase in phases)
     copied = sum(busiest_way(moved(asked), phase) for phase in phases)
     assert sent > copied / 100

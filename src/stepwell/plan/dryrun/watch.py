@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from stepwell.models import context_attention
 from stepwell.parallel.traffic import Collective, collective_of
 from stepwell.parallel.wire import wire_bytes
+from stepwell.plan.comms.collectives import Phase
 
-# What pipeline ranks send each other is told apart afterwards, as in the traffic ledger.
-Phase = Literal["forward", "backward", "optimizer", "pipeline"]
 # A pipeline's gradients are reduced after its last pass: how much is held then does not depend on
 # how many passes there were.
 Peak = Phase | Literal["reduction"]
