@@ -42,7 +42,7 @@ KERNELS_SHARED, KERNELS_LATENT = 10, 60
 KERNELS_ADAPTER = 4
 # Restoring a matrix from 4 bits (models/quantize), of an element: codes widened to 32 bits (2.5
 # bytes), looked up (6), scaled (8), rounded to 16 (6), and a scale for each 64 (0.5); its kernels.
-NF4_MOVED_BYTES, KERNELS_NF4 = 23.0, 14
+NF4_MOVED_BYTES, KERNELS_NF4 = 23.0, 9
 
 
 @dataclass(frozen=True)
