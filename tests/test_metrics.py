@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from stepwell.config import LogConfig
 from stepwell.metrics import (
     RunLog,
+    _open_wandb,
     clock_text,
     event_text,
     read_events,
@@ -22,6 +24,7 @@ from stepwell.metrics import (
     status_text,
 )
 from stepwell.types import ConfigError, DataError, StepwellError
+from tests.disk import largest_file
 
 
 def quiet(run_dir, **options):
@@ -152,6 +155,16 @@ def test_a_full_disk_is_an_error_and_leaves_whole_lines(tmp_path):
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert content.endswith(b"\n")
     assert len(read_metrics(tmp_path)) == int(failed_step) - 1
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "\\NaN", "\\\\-Infinity", "+NaN"])
+def test_a_text_that_reads_like_no_finite_number_stays_a_text(tmp_path, text):
+    with quiet(tmp_path) as log:
+        log.event("answer", 1, completion=text, scores=[text, math.inf, -math.inf], other=math.nan)
+    (event,) = read_events(tmp_path)
+    assert event["completion"] == text
+    assert event["scores"] == [text, math.inf, -math.inf]
+    assert math.isnan(event["other"])
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -286,6 +299,16 @@ def test_wandb_missing_names_the_extra(tmp_path):
     with pytest.raises(ConfigError, match=r"stepwell\[wandb\]"):
         quiet(tmp_path / "run", config=LogConfig(wandb_project="p"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_name_of_a_wandb_run_is_whole_or_not_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: given["id"]))
+    with largest_file(0), pytest.raises(OSError, match="wandb_id"):
+        _open_wandb(tmp_path, "p", "a run", 3, None)
+    assert list(tmp_path.iterdir()) == []
+    name = _open_wandb(tmp_path, "p", "a run", 3, None)
+    assert name.startswith("a-run-")
+    assert _open_wandb(tmp_path, "p", "a run", 4, None) == name
 
 
 def test_wandb_offline(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from stepwell.config import LogConfig
-from stepwell.files import whole_file
+from stepwell.files import whole_file, write_text
 from stepwell.types import ConfigError, DataError, StepwellError
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,6 +29,8 @@ PLAIN_LINE_EVERY_S = 10.0
 SHOWN_ITEMS = 8
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+# A text that reads like one of these has one backslash more in the file.
+_LIKE_NON_FINITE = re.compile(r"\\*(NaN|-?Infinity)")
 
 
 class RunLog:
@@ -212,7 +214,8 @@ class LineFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file; the strings NaN, Infinity and -Infinity become floats."""
+    """The whole lines of a JSONL file, as `encode` was given them; its NaN, Infinity and -Infinity
+    become floats."""
     rows = []
     for number, line in enumerate(_whole_lines(path), start=1):
         try:
@@ -247,16 +250,19 @@ def _whole_lines(path: Path) -> list[bytes]:
 
 
 def encode(value: Any) -> Any:
-    """JSON has no NaN: non-finite numbers become strings."""
+    """JSON has no NaN: non-finite numbers become the strings NaN, Infinity and -Infinity, and a
+    text that is one of these (after any number of backslashes) gets a backslash before it."""
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    if value is None or isinstance(value, str | bool | int | float):
+    if isinstance(value, str):
+        return f"\\{value}" if _LIKE_NON_FINITE.fullmatch(value) else value
+    if value is None or isinstance(value, bool | int | float):
         return value
-    return encode(value.item()) if hasattr(value, "item") else str(value)
+    return encode(value.item() if hasattr(value, "item") else str(value))
 
 
 def _decode(value: Any) -> Any:
@@ -264,7 +270,9 @@ def _decode(value: Any) -> Any:
         return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_decode(item) for item in value]
-    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, str) or not _LIKE_NON_FINITE.fullmatch(value):
+        return value
+    return _NON_FINITE[value] if value in _NON_FINITE else value[1:]
 
 
 def _number(key: str, value: Any) -> float | int:
@@ -454,7 +462,7 @@ def _open_wandb(
     id_file = run_dir / "wandb_id"
     if last_step in (None, -1) or not id_file.exists():
         slug = re.sub(r"[^a-zA-Z0-9]+", "-", name)[:40]
-        id_file.write_text(f"{slug}-{os.urandom(4).hex()}")
+        write_text(id_file, f"{slug}-{os.urandom(4).hex()}")
     return wandb.init(
         project=project,
         name=name,

@@ -2,12 +2,10 @@
 is left behind, and the same command goes on."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -19,6 +17,7 @@ from stepwell.curate.run import WORK, curate
 from stepwell.curate.tasks import _items
 from stepwell.types import DataError, StepwellError
 from tests.curate import corpus
+from tests.disk import largest_file
 
 KINDS = {"faulty": "Faulty", "faulty-global": "FaultyGlobal", "lossy": "Lossy"}
 
@@ -69,16 +68,6 @@ def test_what_was_done_before_a_fault_is_kept(raw, tmp_path):
         run(values, tmp_path / "out")
     done = [path.name for path in (tmp_path / "out" / WORK / "s00").iterdir()]
     assert done == ["00000"]
-
-
-@contextmanager
-def largest_file(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Tokens of all documents, a shard of documents, the plan: each is too large for the next.

@@ -16,11 +16,13 @@ from stepwell.launch.local import (
     MISSING_S,
     LocalRanks,
     UnnamedLogs,
+    _failure,
     _until_ended,
     end_with_launcher,
     first_cause,
 )
 from stepwell.launch.stopping import Requests
+from tests.disk import largest_file
 
 LAUNCH = """
 import os, sys
@@ -130,6 +132,22 @@ def test_a_failed_rank_is_named_and_ends_the_others(tmp_path):
     assert f"everything it wrote: {FAILED_RANK_LOG}" in err
     lines = (tmp_path / FAILED_RANK_LOG).read_text().splitlines()
     assert lines == [*map(str, range(30)), "this rank has no row"]
+    assert left_in(tmp_path) == [FAILED_RANK_LOG]
+
+
+def test_what_a_failed_rank_wrote_is_whole_or_as_it_was(tmp_path):
+    log = tmp_path / FAILED_RANK_LOG
+    log.write_text("an earlier rank's\n")
+    ranks = LocalRanks([], UnnamedLogs())
+    streams = ranks.logs.streams(1)
+    assert streams[0] is not None
+    streams[0].write(b"a line\n" * 1000)
+    with largest_file(1000):
+        said = str(_failure(1, 1, ranks, tmp_path))
+    assert f"does not fit in {log}: File too large" in said
+    assert log.read_text() == "an earlier rank's\n"
+    assert f"everything it wrote: {log}" in str(_failure(1, 1, ranks, tmp_path))
+    assert log.read_text() == "a line\n" * 1000
     assert left_in(tmp_path) == [FAILED_RANK_LOG]
 
 

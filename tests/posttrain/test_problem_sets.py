@@ -50,6 +50,11 @@ def test_the_share_of_worked_completions(worked, shown):
     assert sum("\n" in row["completion"][0]["content"] for row in rows) == shown
 
 
+def test_what_is_no_number_is_near_no_share():
+    with pytest.raises(ConfigError, match="worked=nan must be a share from 0 to 1$"):
+        chain_sums(SIZES, (3, 5), float("nan"), seed=0)
+
+
 @pytest.mark.parametrize("worked", [-0.01, 1.01])
 def test_no_share_beyond_all_or_none(worked):
     with pytest.raises(ConfigError, match="nearest legal value"):

@@ -10,8 +10,11 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.config import Run
+from stepwell.data.loader import packing_report
+from stepwell.data.store import TokenStore
 from stepwell.metrics import read_events
-from stepwell.posttrain.sft import sft, with_steps
+from stepwell.posttrain.epochs import with_epochs
+from stepwell.posttrain.sft import sft
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.weights import known_tokenizer
@@ -77,9 +80,8 @@ def test_epochs_bound_the_steps(world):
     # The last step may read on into a third epoch.
     assert 2 * event["trained_tokens"] <= shown < 2.5 * event["trained_tokens"]
     assert Run.load("epochs/run.toml").train.steps == steps < 1000
-    from stepwell.data.store import TokenStore
-
-    assert with_steps(run, TokenStore.open("epochs/data")).train.steps == steps
+    rows = packing_report(TokenStore.open("epochs/data"), run.data.seq_len)["rows"]
+    assert with_epochs(run, rows).train.steps == steps
 
 
 def test_only_answers_are_trained_and_the_loss_is_theirs(world):

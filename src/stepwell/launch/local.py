@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepwell.files import write_text
 from stepwell.launch.environ import RESTARTS, threads_per_rank
 from stepwell.launch.rank_logs import UnnamedLogs
 from stepwell.launch.stopping import SIGNALS, Requests, what_is_saved
@@ -283,8 +284,11 @@ def _failure(rank: int, code: int, ranks: LocalRanks, folder: Any) -> RankFailed
     lines += [f"  rank {rank}: {line}" for line in written[-SHOWN_LINES:]]
     if len(written) > SHOWN_LINES and folder is not None and os.access(folder, os.W_OK):
         path = Path(folder) / FAILED_RANK_LOG
-        path.write_text("\n".join(written) + "\n", "utf-8")
-        lines.append(f"everything it wrote: {path}")
+        try:
+            write_text(path, "\n".join(written) + "\n")
+            lines.append(f"everything it wrote: {path}")
+        except OSError as error:  # a full disk may be what the rank failed of
+            lines.append(f"everything it wrote does not fit in {path}: {error.strerror}")
     return RankFailed("\n".join(lines), code if code > 0 else 128 - code)
 
 

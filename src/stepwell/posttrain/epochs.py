@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 from stepwell.config import Run
+from stepwell.parallel.rules import step_units
 
 
-def with_epochs(run: Run, epochs: float | None, num_items: int, a_step: int) -> Run:
-    """The run with train.steps cut to what `epochs` passes over the items take, `a_step` of them a
-    step; None: as it is."""
-    if epochs is None:
+def with_epochs(run: Run, num_items: int) -> Run:
+    """The run with train.steps cut to what method.epochs take of so many items, a step taking as
+    many as `step_units` says; as it is where epochs are none."""
+    epochs, units = getattr(run.method, "epochs", None), step_units(run)
+    if epochs is None or units is None:
         return run
-    steps = max(1, math.ceil(epochs * num_items / a_step))
+    steps = max(1, math.ceil(epochs * num_items / units[1]))
     return run if steps >= run.train.steps else Run.parse(run.model_dump(), {"train.steps": steps})

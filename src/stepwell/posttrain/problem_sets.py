@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import isnan
 from typing import Any
 
 from stepwell.posttrain import chain_sum
@@ -40,9 +41,8 @@ def chain_sums(
             f"question={question!r} must have one {{}} where the chain goes, such as {QUESTION!r}"
         )
     if not 0 <= worked <= 1:
-        raise ConfigError(
-            f"worked={worked:g} is a share; the nearest legal value is {min(max(worked, 0.0), 1.0)}"
-        )
+        best = "" if isnan(worked) else f"; the nearest legal value is {min(max(worked, 0.0), 1.0)}"
+        raise ConfigError(f"worked={worked:g} must be a share from 0 to 1{best}")
     train = chain_sum.problems(sizes.sft + sizes.prompts, "train", seed, num_terms)
     test = chain_sum.problems(sizes.heldout, "heldout", seed, num_terms)
     # The n-th is worked where the running total of shares passes a whole number.

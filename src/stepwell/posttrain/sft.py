@@ -65,7 +65,10 @@ def _train(
     mesh: Mesh,
 ) -> int:
     store, events = chat_store(run, path, "data", tokenizer, mesh)
-    run = with_steps(run, store)
+    method = run.method
+    assert isinstance(method, SFT)
+    if method.epochs is not None:  # else all rows would be packed for nothing
+        run = with_epochs(run, packing_report(store, run.data.seq_len)["rows"])
     heldout = heldout_rows(run, tokenizer, mesh, events) if run.train.eval_every else None
     loss = cross_entropy(run.loss)
     fingerprint = tokenizer.fingerprint
@@ -200,13 +203,3 @@ def heldout_rows(run: Run, tokenizer: Tokenizer, mesh: Mesh, events: list[dict[s
     store, more = chat_store(run, data.heldout_path, "heldout", tokenizer, mesh)
     events += more
     return heldout_conversations(store, data.seq_len, num_rows, tokenizer.pad_id)
-
-
-def with_steps(run: Run, store: TokenStore) -> Run:
-    """The run with train.steps cut to what method.epochs take."""
-    method = run.method
-    assert isinstance(method, SFT)
-    if method.epochs is None:
-        return run
-    rows = packing_report(store, run.data.seq_len)["rows"]
-    return with_epochs(run, method.epochs, rows, run.train.global_batch_rows)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from tests.global_steps import plain_documents, run_step
@@ -72,6 +73,24 @@ def test_saving_again_replaces_an_index_and_nothing_else(tmp_path, index):
     with pytest.raises(DataError, match="no dedup index"):
         save_index(other, [], {"slots": 8})
     assert (other / "precious.txt").exists()
+
+
+def test_a_kill_while_the_old_index_goes_leaves_the_new_one(tmp_path, index, monkeypatch):
+    made_with = FuzzyDedup().made_with()
+    batches = load_index(index, made_with)
+
+    def killed(folder, *_, **__):
+        (Path(folder) / "index.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_index(index, batches, made_with)
+    assert load_index(index, made_with) == batches
+    save_index(index, batches, made_with)
+    assert load_index(index, made_with) == batches
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
 @pytest.mark.parametrize(("knob", "value"), [("ngram", 4), ("seed", 2), ("bands", 43)])

@@ -163,6 +163,8 @@ def test_quantiles_of_each_source(tmp_path):
         ({"edges": (0.5,)}, "give edges"),
         ({"by": "edges", "edges": (0.5, 0.2)}, r"nearest that do are \[0.2, 0.5\]"),
         ({"by": "levels", "per_source": True}, "take by='quantiles'"),
+        ({"by": "levels", "num": 6}, "num=6 has no meaning with by='levels', which makes 6"),
+        ({"by": "edges", "edges": (0.5,), "num": 10}, "which makes 2 buckets"),
         ({"num": 1}, "greater than or equal to 2"),
     ],
 )

@@ -70,9 +70,28 @@ def test_no_split_changes_the_gradient():
         name: (gradients, policy_run(**{**CASES[name], "train.micro_batch_rows": 2, **parts}))
         for name in SPLIT
     }
-    for name, ranks in run_jobs(2, **jobs).items():
-        for got in ranks:
+    seen = {
+        f"{name} on context ranks": (gauged, policy_run(**{**CASES[name], "layout.cp": 2}))
+        for name in ("clip, over tokens", "gspo")
+    }
+    found = run_jobs(2, **jobs, **seen)
+    for name in SPLIT:
+        for got in found[name]:
             assert_same(got, wanted[name], 1e-9, f"{name} on two ranks")
+    alone = gauged(policy_run())
+    for name in seen:
+        for got in found[name]:
+            assert got.num_tokens == alone.num_tokens, f"{name}: each token counts once"
+            assert got.kl == pytest.approx(alone.kl, rel=1e-9), name
+
+
+def gauged(run):
+    """What the gauge says of all tokens; every rank is given all rows."""
+    engine, method, gauge = Engine(run), method_of(run), Gauge()
+    answers = with_advantages(some_answers(engine), method)
+    batch = pack_answers(answers, method, oracle.LENGTH, pad_id=0)
+    engine.forward_backward(batch, policy_loss(method, gauge))
+    return gauge.read(engine.mesh)
 
 
 def first_step(run):

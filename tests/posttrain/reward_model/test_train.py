@@ -11,11 +11,12 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events
 from stepwell.parallel.mesh import Mesh, init_distributed
+from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.reward_model.heldout import evaluate, ratio_interval, score_rows
 from stepwell.posttrain.reward_model.losses import at_places
 from stepwell.posttrain.reward_model.model import open_scorer
 from stepwell.posttrain.reward_model.rows import pack, rows_of_step
-from stepwell.posttrain.reward_model.train import reward, with_steps
+from stepwell.posttrain.reward_model.train import reward
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.engine import Engine
 from stepwell.train.guard_events import replay_command
@@ -199,10 +200,10 @@ def test_what_the_knobs_do_to_rows(world):
 
 def test_epochs_bound_the_steps(world):
     run = run_of("x", **{"train.steps": 1000, "method.epochs": 1.5})
-    assert with_steps(run, 96).train.steps == 18
-    assert with_steps(run, 97).train.steps == 19
-    assert with_steps(run_of("x", **{"method.epochs": 9.0}), 96).train.steps == 30
-    assert with_steps(run_of("x"), 96).train.steps == 30
+    assert with_epochs(run, 96).train.steps == 18
+    assert with_epochs(run, 97).train.steps == 19
+    assert with_epochs(run_of("x", **{"method.epochs": 9.0}), 96).train.steps == 30
+    assert with_epochs(run_of("x"), 96).train.steps == 30
 
 
 def test_margins_and_centring_change_what_is_learnt(world):

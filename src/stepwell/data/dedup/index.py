@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from stepwell.data.files import file_sha256, new_folder
+from stepwell.data.files import file_sha256, new_folder, remove_leftovers, temporary_name
 from stepwell.data.steps import read_batches
 from stepwell.types import ConfigError, DataError
 
@@ -46,9 +46,11 @@ def save_index(
     else has that name.
     """
     target = check_target(path)
-    new = target.with_name(f"{target.name}.new")
-    if new.exists():
-        shutil.rmtree(new)
+    new, old = target.with_name(f"{target.name}.new"), temporary_name(target)
+    remove_leftovers(target)
+    for left in (new, old):
+        if left.exists():
+            shutil.rmtree(left)
     with new_folder(new) as folder:
         num_docs = _write(folder / SKETCHES, batches, index_schema(made_with["slots"]))
         about = {
@@ -60,9 +62,11 @@ def save_index(
         }
         about["digest"] = _digest(about)
         (folder / ABOUT).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
-    if target.exists():
-        shutil.rmtree(target)
+    if target.exists():  # renamed first: half of an index is none, and would stay in the way
+        os.rename(target, old)
     os.rename(new, target)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def check_target(path: str | Path) -> Path:

@@ -27,7 +27,7 @@ from stepwell.schema import Flag
 
 # Its functions are made at run time, out of sight of type checkers.
 pc: Any = pyarrow.compute
-NUM_LEVELS = 6
+NUM_LEVELS, NUM_BUCKETS = 6, 10
 DECILES = tuple(i / 10 for i in range(11))
 ALL = ""
 
@@ -108,14 +108,15 @@ class QualityTop(GlobalStep):
 class QualityBuckets(GlobalStep):
     """Adds a label with the number of each document's bucket, int32, the best in the highest one.
 
-    by: `quantiles` (num buckets of as many documents each as equal scores allow, which share a
-    bucket), `edges` (a score at an edge belongs to the bucket above it), or `levels` (scores from 0
-    to 5, rounded). per_source: quantiles of each source.
+    by: `quantiles` (num buckets, 10 if it is not given, of as many documents each as equal scores
+    allow, which share a bucket), `edges` (a score at an edge belongs to the bucket above it), or
+    `levels` (scores from 0 to 5, rounded). per_source: quantiles of each source. num and per_source
+    belong to quantiles alone.
     """
 
     kind: Literal["quality-buckets"] = "quality-buckets"
     by: Literal["quantiles", "edges", "levels"] = "quantiles"
-    num: Annotated[int, Field(strict=True, ge=2)] = 10
+    num: Annotated[int, Field(strict=True, ge=2)] | None = None
     edges: tuple[Annotated[float, Field(strict=True)], ...] = ()
     per_source: Flag = False
     label: Label = "quality"
@@ -132,6 +133,12 @@ class QualityBuckets(GlobalStep):
             raise ValueError(
                 f"edges={list(self.edges)} must grow; the nearest that do are "
                 f"{sorted(set(self.edges))}"
+            )
+        if self.num is not None and self.by != "quantiles":
+            number = len(self.edges) + 1 if self.by == "edges" else NUM_LEVELS
+            raise ValueError(
+                f"num={self.num} has no meaning with by={self.by!r}, which makes {number} buckets; "
+                "leave it out, or take by='quantiles'"
             )
         if self.per_source and self.by != "quantiles":
             raise ValueError(
@@ -179,7 +186,7 @@ class QualityBuckets(GlobalStep):
             return list(self.edges)
         if self.by == "levels":
             return [level + 0.5 for level in range(NUM_LEVELS - 1)]
-        return quantile_edges(scores, self.num)
+        return quantile_edges(scores, self.num or NUM_BUCKETS)
 
 
 def quantile_edges(scores: np.ndarray, num: int) -> list[float]:

@@ -46,6 +46,8 @@ def policy_loss(method: GRPO, gauge: Gauge | None = None) -> Loss:
     log-probabilities.
     """
 
+    whole_rows = method.objective == "gspo"
+
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         assert outputs.logprobs_BT is not None
         assert outputs.entropy_BT is not None
@@ -64,7 +66,7 @@ def policy_loss(method: GRPO, gauge: Gauge | None = None) -> Loss:
                 "clipped_share": mean(clipped_BT.to(mask_BT.dtype)),
             }
             if gauge is not None:
-                gauge.add(old_BT, held[SAMPLER], weights_BT)
+                gauge.add(old_BT, held[SAMPLER], weights_BT, whole_rows)
         if kl_in_loss(method):
             kl_BT = kl_estimate(logprobs_BT, held[REFERENCE], method.kl_estimator, old_BT)
             value_BT = value_BT + method.kl_coef * kl_BT
@@ -78,7 +80,7 @@ def policy_loss(method: GRPO, gauge: Gauge | None = None) -> Loss:
         frozenset({"logprobs", "entropy"}),
         lambda batch: denominators(method, document_counts(batch).tolist()),
         fn,
-        whole_rows=method.objective == "gspo",
+        whole_rows,
     )
 
 

@@ -138,7 +138,8 @@ def gauged(config: PreferenceLoss, gauge: Gauge, compute: str | None = None) -> 
     def fn(outputs: TokenOutputs, batch: Batch) -> LossSums:
         assert outputs.logprobs_BT is not None
         logprobs_BT = outputs.logprobs_BT
-        gauge.add(logprobs_BT, batch.extra[SAMPLER].to(logprobs_BT.dtype), batch.weights_BT)
+        sampler_BT = batch.extra[SAMPLER].to(logprobs_BT.dtype)
+        gauge.add(logprobs_BT, sampler_BT, batch.weights_BT, plain.whole_rows)
         return plain.fn(outputs, batch)
 
     return Loss(plain.needs, plain.denominators, fn, whole_rows=plain.whole_rows)

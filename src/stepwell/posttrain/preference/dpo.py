@@ -58,7 +58,7 @@ def dpo(run: Run, tokenizer: Tokenizer, weights: Weights | None = None) -> int:
     check(run)
     check_first_model(run, tokenizer, weights)
     rows, event = load_rows(run, tokenizer)
-    run = with_steps(run, num_kept(rows, method))
+    run = with_epochs(run, num_kept(rows, method))
     mesh = join(run)
     with hold_folder(run.dir, mesh):
         return _train(run, rows, event, tokenizer, weights, mesh)
@@ -77,13 +77,6 @@ def check(run: Run) -> None:
             f"train.eval_every={run.train.eval_every} scores held-out pairs, and dpo reads them "
             "from data.heldout_path, which is not set; set it, or train.eval_every=0"
         )
-
-
-def with_steps(run: Run, num_items: int) -> Run:
-    """The run with train.steps cut to what method.epochs take."""
-    method = run.method
-    assert isinstance(method, DPO)
-    return with_epochs(run, method.epochs, num_items, method.pairs_per_step)
 
 
 def _train(

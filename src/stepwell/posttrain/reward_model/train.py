@@ -53,7 +53,7 @@ def _train(
     origin = on_main(lambda: rows_origin(run, path, tokenizer), mesh)
     rows, drops = load_rows(run, path, tokenizer)
     events = [data_event(path, rows, drops)]
-    run = with_steps(run, len(rows))
+    run = with_epochs(run, len(rows))
     heldout: Rows = ()
     if run.train.eval_every and run.data.heldout_path is not None:
         found, dropped = load_rows(run, run.data.heldout_path, tokenizer)
@@ -107,10 +107,3 @@ def data_event(path: str, rows: Rows, drops: Drops) -> dict[str, Any]:
         "examples": drops.examples,
         "truncated": sum(row.truncated for row in rows),
     }
-
-
-def with_steps(run: Run, num_rows: int) -> Run:
-    """The run with train.steps cut to what method.epochs take."""
-    method = run.method
-    assert isinstance(method, RewardModel)
-    return with_epochs(run, method.epochs, num_rows, method.rows_per_step)

@@ -119,10 +119,19 @@ class Gauge:
 
     sums: list[Tensor] = field(default_factory=list)
     maxima: list[Tensor] = field(default_factory=list)
+    whole_rows: bool = False
 
     @torch.no_grad()
-    def add(self, logprobs_BT: Tensor, sampler_logprobs_BT: Tensor, weights_BT: Tensor) -> None:
-        """Tokens with a weight count once each."""
+    def add(
+        self,
+        logprobs_BT: Tensor,
+        sampler_logprobs_BT: Tensor,
+        weights_BT: Tensor,
+        whole_rows: bool = False,
+    ) -> None:
+        """Tokens with a weight count once each. whole_rows: as the loss has it, so that all context
+        ranks see the same tokens."""
+        self.whole_rows = whole_rows
         seen = weights_BT != 0
         log_ratio = (logprobs_BT - sampler_logprobs_BT).detach()[seen].double()
         ratio = log_ratio.exp()
@@ -141,7 +150,9 @@ class Gauge:
         """Over all ranks, the same on every rank, which must call it together; begins anew."""
         zero = torch.zeros((), dtype=torch.float64)
         sums = torch.stack([part.cpu() for part in self.sums]).sum(0) if self.sums else zero
-        sums = sums.expand(5).clone() * (mesh.place.tp == 0)  # tensor ranks saw the same tokens
+        place = mesh.place
+        counts = place.tp == 0 and (place.cp == 0 or not self.whole_rows)  # others saw the same
+        sums = sums.expand(5).clone() if counts else torch.zeros(5, dtype=torch.float64)
         largest = torch.stack([zero, *(part.cpu() for part in self.maxima)]).amax()
         self.sums, self.maxima = [], []
         count, absolute, kl, ratio, square = all_reduce_sum(sums, mesh).tolist()
