@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from stepwell.plan.calibration.habits import DEEPSPEED_BUCKET, habits
+from stepwell.plan.calibration.habits import DEEPSPEED_BUCKET, habits, memory_unit
 from stepwell.plan.job import Arrangement, Dims
 
 DIMS = Dims("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256)
@@ -29,6 +29,13 @@ def test_benchmarks_force_their_routers():
     assert habits(MEGATRON, DIMS, "megatron-bridge", "").imbalance == 1
     assert habits(MEGATRON, DIMS, "megatron-bridge", "natural routing").imbalance > 1
     assert habits(FSDP, DIMS, "x", "fake balanced gate").imbalance == 1 < FSDP.imbalance
+    moonlight = replace(DIMS, name="moonlight-16b-a3b")
+    assert habits(MEGATRON, moonlight, "megatron-bridge-skills", "").imbalance > 1
+
+
+def test_units_in_which_sources_print_memory():
+    assert memory_unit("megatron-bridge-skills") == 1e9
+    assert memory_unit("internevo") == memory_unit("") == 2**30
 
 
 def test_unknown_recomputation_is_the_likeliest_of_the_program():
@@ -58,8 +65,12 @@ def test_deepspeed_on_v100s():
     notes = "ZeRO-3 (partitioned activations); activation checkpoints / params offloaded to CPU"
     found = habits(FSDP, DIMS, "bigscience", notes)
     assert found.partitioned_activations
-    assert found.offload_activations
-    assert habits(MEGATRON, DIMS, "bigscience", "Megatron-LM").step_bytes == 0
+    assert (found.offload_activations, found.offload_optimizer) == (True, True)
+    assert found.bucket_elements == DIMS.d_model**2
+    plain = habits(FSDP, DIMS, "bigscience", "ZeRO-3 (partitioned activations)")
+    assert (plain.offload_activations, plain.offload_optimizer) == (True, False)
+    not_there = habits(FSDP, DIMS, "bigscience", "partitioned activations; checkpoint-in-cpu N")
+    assert not not_there.offload_activations
 
 
 def test_a_table_of_savings_is_cumulative():

@@ -26,11 +26,11 @@ def shipped() -> list[Published]:
 
 
 def test_memory_of_sources_and_families_that_the_fit_has_not_seen():
-    """The goal of the planner: 8 % on groups that were left out."""
+    """The goal of the planner is 8 % on groups that were left out; what was reached is held."""
     for group in (lambda run: run.source_key, lambda run: run.family):
         scores = left_out(shipped(), group)
         assert scores["all"].num_runs >= 86
-        assert scores["all"].median_error < 0.08
+        assert scores["all"].median_error < 0.055
         assert abs(scores["all"].bias) < 0.03
         assert len(scores) >= 6
 
@@ -39,19 +39,16 @@ def test_the_shipped_coefficients_are_those_that_the_fit_finds():
     found = fit(shipped())
     assert found.group_bytes == pytest.approx(SHIPPED.group_bytes, rel=0.05)
     assert found.fragmentation == pytest.approx(SHIPPED.fragmentation, abs=0.02)
-    assert memory_error(shipped()).median_error < 0.07
+    assert memory_error(shipped()).median_error < 0.055
 
 
 def test_what_fits_and_what_does_not():
-    """All runs that ran out of memory, and all that did not but those of one page, whose authors
-    doubt their figures by 40 %."""
+    """All runs that fitted, and all that did not but one, which checkpointed two layers at a time
+    (bigscience, experiments/gpt2.md, "New experiments"), as the table does not say."""
     found = fit_errors(shipped())
     assert found.num_oom >= 5
     assert found.num_fit > 600
-    doubted = {
-        run.row_id for run in shipped() if "+/-40%" in run.notes and run.job.layout.zero == 3
-    }
-    assert set(found.wrong) <= doubted
+    assert set(found.wrong) <= {"bs0220"}
     assert found.num_fit + found.num_oom + found.num_unknown == len(shipped())
 
 

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from stepwell.hardware import GIB
 from stepwell.plan.job import Arrangement, Dims
 
 # What Megatron calls the parts of a block that "selective" may compute again.
@@ -43,16 +44,21 @@ def _usual_recompute(layout: Arrangement) -> str:
 
 def _deepspeed(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Megatron-DeepSpeed on V100s: gradients stay in fp16; the step copies a rank's part of them,
-    and widens it (zero/stage_1_and_2.py, `single_grad_partition`)."""
+    and widens it (zero/stage_1_and_2.py, `single_grad_partition`). Its ZeRO-3 scripts
+    (bigscience, experiments/gpt2-meg-ds-zero) sum d_model^2 gradients at a time, and keep what is
+    checkpointed on the host (PA_CPU=true) in the runs that say nothing else, too; those that
+    offload have the optimiser there (meg_ds_zero_gpt2_perf_n16_offload.slurm)."""
     facts: dict[str, Any] = {"gradient_precision": "bf16"}
     if "Megatron-LM" in notes:
         return facts
     facts |= {"step_bytes": 6, "bucket_elements": DEEPSPEED_BUCKET}
     facts["partitioned_activations"] = "partitioned activations" in notes
+    if facts["partitioned_activations"]:
+        facts["bucket_elements"] = dims.d_model**2
+        facts["offload_activations"] = "checkpoint-in-cpu N" not in notes
+        facts["offload_optimizer"] = "params offloaded" in notes
     if "8-bit optimizer" in notes:
         facts["optimizer"] = "adamw8bit"
-    if "activation checkpoints / params offloaded" in notes:
-        facts["offload_activations"] = True
     return facts
 
 
@@ -121,13 +127,22 @@ def _automodel(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
 
 def _nvidia(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     """Performance recipes sum gradients in bf16 (grad_reduce_in_fp32=False); those of models with
-    latent attention keep moments in bf16 (use_precision_aware_optimizer)."""
+    latent attention keep moments in bf16 (use_precision_aware_optimizer). The scripts that measure
+    force balanced experts (moe_router_force_load_balancing); Moonlight is not among them, and its
+    recipe (recipes/moonlight) does not."""
     facts: dict[str, Any] = {"gradient_precision": "bf16"}
-    if "natural routing" not in notes:
-        facts["imbalance"] = 1.0  # recipes force it (moe_router_force_load_balancing)
+    if "natural routing" not in notes and not dims.name.startswith("moonlight"):
+        facts["imbalance"] = 1.0
     if "MLA" in notes or "deepseek" in dims.name or "moonlight" in dims.name:
         facts["moment_precision"] = "bf16"
     return facts
+
+
+def memory_unit(source: str) -> float:
+    """Bytes of what a source prints as a "GB" of memory. Most tools count in units of 1,024 (where
+    InternEvo prints "GB", weights of 40.2e9 bytes are 39); Megatron-Bridge divides by 1e9
+    (training/utils/train_utils.py, `report_memory`)."""
+    return 1e9 if source.startswith("megatron-bridge") else GIB
 
 
 SOURCES = {

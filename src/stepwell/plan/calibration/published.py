@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stepwell.hardware import GIB
 from stepwell.plan.calibration.agreement import check_agreement
 from stepwell.plan.calibration.cells import (
     Cells,
@@ -25,7 +24,7 @@ from stepwell.plan.calibration.cells import (
 )
 from stepwell.plan.calibration.checks import check_dims, check_layout, check_measured
 from stepwell.plan.calibration.facts import PROGRAMS, with_facts
-from stepwell.plan.calibration.habits import habits
+from stepwell.plan.calibration.habits import habits, memory_unit
 from stepwell.plan.calibration.machines import machines_of, unknown_network
 from stepwell.plan.job import Arrangement, Dims, Experts, Job, Program, Recompute
 from stepwell.types import DataError
@@ -105,9 +104,7 @@ def read_row(cells: Cells, row_id: str) -> Published:
         alone = [name for name in RATES if cells.get(name)]
         why = f"{alone[0]} alone says no time" if alone else f"no {', '.join(MEASURED)} printed"
         raise DataError(why)
-    # The tools that measure count in units of 1,024, whatever they are called when printed. (Where
-    # InternEvo prints "GB", weights of 40.2e9 bytes are 39.)
-    peak_bytes = None if memory is None else memory * GIB
+    peak_bytes = None if memory is None else memory * memory_unit(cells.get("source_key", ""))
     check_measured(job, step, peak_bytes)
     check_agreement(cells, job, step)
     return Published(

@@ -200,6 +200,8 @@ def _waiting(rank: Rank, kept: Modules) -> Modules:
         return kept.plus(rank.waiting)
     block = rank.sparse if rank.pieces.sparse else rank.dense
     window = max(block.all.total, OFFLOAD_WINDOW * block.input.total)
+    if rank.job.layout.bucket_elements:  # DeepSpeed's copies are waited for
+        window = 2 * block.input.total
     share = min(1.0, window / kept.total) if kept.total else 0.0
     return kept.times(share).plus(rank.waiting)
 
@@ -250,8 +252,10 @@ def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
         return a * ((0.0 if eight else cast) + (state.head if head else 0.0))
     gathers = layout.zero == 3 and layout.reshard != "never" and layout.pp == 1
     blocks = min(in_use, n) if gathers else n
-    if layout.bucket_elements:  # DeepSpeed gathers module by module, up to two buckets
-        return a * min(2 * layout.bucket_elements, blocks * state.block_gathered)
+    if layout.bucket_elements:  # DeepSpeed gathers matrix by matrix, and one bucket ahead
+        bucket = layout.bucket_elements
+        matrix = rank.job.dims.d_model * rank.job.dims.d_ff / layout.tp
+        return a * min(bucket + max(bucket, matrix), blocks * state.block_gathered)
     copies = a * (blocks * state.block_gathered + state.root_gathered)
     if gathers and layout.reshard == "node":
         on_node = max(1, rank.job.cluster.gpus_per_node // layout.tp)
