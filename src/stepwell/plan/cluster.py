@@ -82,7 +82,8 @@ class Cluster:
     """Machines of gpus_per_node accelerators; scaleup_gpus of them share fast links (an NVLink
     domain, which may span machines, or hold only part of one). Rates are per accelerator and
     direction, in bytes/s; scaleup's is PCIe's where there are no such links. host_memory_bytes: of
-    a machine, if known."""
+    a machine, if known. ring_share: of the network's rate, what collectives get of it where they get
+    less than a message between two."""
 
     accelerator: Accelerator
     gpus_per_node: int
@@ -92,6 +93,7 @@ class Cluster:
     pcie_bytes_per_s: float
     host_memory_bytes: int | None = None
     name: str = ""
+    ring_share: float = 1.0
 
     @property
     def host_room_bytes(self) -> int:

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from stepwell.hardware import GIB
-from stepwell.plan.calibration.machines import network_bytes_per_s
+from stepwell.plan.calibration.machines import OMNI_PATH, network_bytes_per_s
 from stepwell.plan.calibration.published import read_row
 from stepwell.plan.calibration.table import read_runs, read_table, shipped_table
 from stepwell.plan.cluster import GBIT
@@ -186,8 +186,8 @@ def test_rows_of_one_name_are_both_there(rows, tmp_path):
         ("nvlink; InfiniBand/RoCE 1600 Gb/s per node", 200),
         ("NVLink; RDMA 400 Gb/s per GPU", 400),
         ("p5.48xlarge: NVLink; EFA 3200 Gb/s per node", 400),
-        ("V100 4/node NVLink, Omni-Path (Jean Zay)", 18),
-        ("4x100 Gb/s Omni-Path per node", 9),
+        ("V100 4/node NVLink, Omni-Path (Jean Zay)", 100),
+        ("4x100 Gb/s Omni-Path per node", 50),
         ("NVLink5", None),
         ("", None),
     ],
@@ -195,6 +195,14 @@ def test_rows_of_one_name_are_both_there(rows, tmp_path):
 def test_the_network_in_words(words, gbit):
     found = network_bytes_per_s(words, 8)
     assert found == (None if gbit is None else pytest.approx(gbit * GBIT))
+
+
+def test_rings_get_little_of_omni_path(rows):
+    row = next(r for r in rows.values() if "Omni-Path" in r["interconnect"])
+    machines = read_row(row, "x").job.cluster
+    assert (machines.ring_share, machines.network_bytes_per_s) == (OMNI_PATH, 100 * GBIT)
+    other = read_row({**row, "interconnect": "4x100 Gb/s IB per node"}, "x").job.cluster
+    assert (other.ring_share, other.network_bytes_per_s) == (1.0, 100 * GBIT)
 
 
 def test_what_notes_say_of_a_program(rows):

@@ -9,7 +9,8 @@ import pytest
 from stepwell.config import Run
 from stepwell.parallel.wire import wire_bytes
 from stepwell.plan.cluster import cluster
-from stepwell.plan.comms.collectives import collectives, lines, num_micro_batches, totals
+from stepwell.plan.comms.collectives import collectives, lines, totals
+from stepwell.plan.comms.step import num_micro_batches
 from stepwell.plan.job import Experts, Job, job_of
 from stepwell.presets import preset
 from stepwell.types import ConfigError

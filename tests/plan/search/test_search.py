@@ -133,7 +133,7 @@ def test_layouts_fit_and_are_what_the_engine_runs(ranking):
         check_run(run, 16)
         assert job_of(run, 16, H100).layout == layout
     assert ranking.best.exact is not None
-    speeds = [c.step_s for c in ranking.found]
+    speeds = [round(c.step_s, 6) for c in ranking.found]  # the simpler of equals comes first
     assert speeds == sorted(speeds)
     assert ranking.complaints == ()
 

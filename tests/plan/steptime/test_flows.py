@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell.plan.cluster import cluster
-from stepwell.plan.comms.collectives import Sent
+from stepwell.plan.comms.step import Sent
 from stepwell.plan.steptime.flows import NEAR_HOP, flows
 
 H100 = cluster("h100-sxm")
@@ -103,3 +103,61 @@ def test_one_rank_a_machine_gathers_in_a_logarithmic_number_of_steps():
     assert one("all-gather", 256, stride=8).hops == 8
     assert one("reduce-scatter", 256, stride=8).hops == 8
     assert one("all-gather", 256, stride=4).hops == pytest.approx(NEAR_HOP + 127)
+
+
+def test_cards_without_fast_links_send_over_pcie_inside_a_machine():
+    """And over their network cards only to other machines."""
+    cards = cluster("l40s")
+    inside, outside = (one("all-gather", n, machines=cards) for n in (8, 16))
+    assert inside.scaleup_s == pytest.approx(GB * 7 / 8 / 31e9)
+    assert (inside.network_s, inside.hops) == (0, pytest.approx(7 * NEAR_HOP))
+    assert outside.scaleup_s == pytest.approx(GB * 15 / 16 / 31e9)  # 8 cards of 12.5 GB/s are more
+    exchanged = one("all-to-all", 8, machines=cards, axis="ep")
+    assert (exchanged.scaleup_s, exchanged.network_s) == (inside.scaleup_s, 0)
+    assert one("send", 8, machines=cards, axis="pp").scaleup_s == pytest.approx(GB / 31e9)
+
+
+def test_pairs_with_a_bridge_have_two_cards_to_leave_on():
+    pairs = cluster("h100-pcie")
+    assert one("all-gather", 2, machines=pairs).scaleup_s == pytest.approx(GB / 2 / 300e9)
+    assert one("all-gather", 8, machines=pairs).scaleup_s == pytest.approx(GB * 7 / 8 / 126e9)
+    assert one("all-gather", 4, stride=2, machines=pairs).scaleup_s == pytest.approx(
+        GB * 3 / 4 / 63e9
+    )
+    assert one("send", 4, stride=2, machines=pairs, axis="pp").scaleup_s == pytest.approx(GB / 63e9)
+
+
+def test_a_network_that_is_slow_for_rings_is_not_for_messages_between_two():
+    slow = replace(H100, ring_share=0.2)
+    for kind, axis, times in (
+        ("all-gather", "dp_shard", 5),
+        ("all-to-all", "ep", 5),
+        ("send", "pp", 1),
+    ):
+        before, after = (one(kind, 4, stride=8, axis=axis, machines=m) for m in (H100, slow))
+        assert after.network_s == pytest.approx(times * before.network_s)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "stride", "wraps", "far"),
+    [
+        (4, 2, True, 0.0),  # one machine
+        (3, 2, True, 0.0),  # alone in the world
+        (8, 2, True, 0.5),
+        (5, 2, False, 0.5),
+        (5, 2, True, 1.0),  # the fifth stage is alone, and sends to the first
+        (6, 2, True, 0.5),
+        (2, 8, False, 1.0),
+    ],
+)
+def test_stages_beside_a_border(num_stages, stride, wraps, far):
+    (found,) = flows([sent("send", num_stages, stride, "pp")], H100, wraps=wraps)
+    assert found.network_s == pytest.approx(far * GB / 50e9)
+    assert found.scaleup_s == pytest.approx((1 - far) * GB / 450e9)
+
+
+def test_stages_that_a_border_cuts_apart_are_no_neighbours():
+    """Groups of three stages on 6 of 8 cards: the second group lies on two machines."""
+    cut = replace(sent("send", 3, 2, "pp"), world=24)
+    (found,) = flows([cut], H100)
+    assert found.network_s == pytest.approx(GB / 2 / 50e9)

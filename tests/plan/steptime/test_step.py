@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from stepwell.hardware import ACCELERATORS
-from stepwell.plan.comms.collectives import Phase, collectives
+from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.comms.host_link import busiest_way, moved
+from stepwell.plan.comms.step import Phase
 from stepwell.plan.steptime.coefficients import SHIPPED, UNMEASURED, fastest_matmul, peak
 from stepwell.plan.steptime.step import PCIE, flops_per_token, ledger, predict_step, price
 from stepwell.plan.steptime.waterfall import lines, waterfall
@@ -126,6 +127,23 @@ def test_communication_that_nothing_hides_is_exposed():
     beside = predict_step(job(dp_shard=64)).parts
     assert apart["exposed data"] > 5 * beside["exposed data"]
     assert apart["contention"] < beside["contention"]
+
+
+def test_what_hidden_messages_slow_hides_more_of_them():
+    """Computing of w seconds that loses a share s of theirs hides w / (1 - s) seconds of messages:
+    none is exposed up to there, and from there on a step takes as long as its messages."""
+    asked = job(dp_shard=64, global_batch_rows=64)
+    computing = _computing(predict_step(asked))
+    shares = []
+    for rate in (50e9, 4e9, 2e9):
+        slow = replace(asked.cluster, network_bytes_per_s=rate)
+        parts = predict_step(replace(asked, cluster=slow)).parts
+        shares.append((parts["exposed data"] / computing, parts["contention"] / computing))
+    assert shares[0][0] < 0.01 < shares[0][1]
+    once, twice = (1 + sum(share) for share in shares[1:])
+    assert min(exposed for exposed, _ in shares[1:]) > 0.1
+    # Twice the messages, twice the step.
+    assert twice == pytest.approx(2 * once, rel=0.05)
 
 
 def test_gathers_by_single_parameters_wait_for_more_hops():
@@ -313,6 +331,29 @@ def test_adding_up_gradients_is_no_part_of_the_optimiser():
     assert few.parts[name] == pytest.approx(8 * LLAMA_8B.parameters() * 8 / rate, rel=0.01)
     assert many.parts["optimizer"] == few.parts["optimizer"]
     assert predict_step(job(reduce_every_micro_batch=True)).parts[name] == 0
+
+
+def test_gradients_that_are_used_as_they_come_are_not_added_up():
+    name = "gradient accumulation"
+    kept, released = (
+        predict_step(job(dp_shard=1, zero=0, global_batch_rows=1, release_gradients=released))
+        for released in (False, True)
+    )
+    assert kept.parts[name] > 0 == released.parts[name]
+
+
+def test_moments_in_8_bits_take_as_long_whatever_the_masters_are():
+    """They are bound by bringing values to 8 bits: faster than 32 bits, slower than 16."""
+    took = {
+        (optimizer, state): predict_step(
+            job(zero=0, optimizer=optimizer, state_precision=state)
+        ).parts["optimizer"]
+        for optimizer in ("adamw", "adamw8bit")
+        for state in ("fp32", "bf16")
+    }
+    assert took["adamw", "bf16"] == took["adamw", "fp32"] / 2
+    assert took["adamw8bit", "bf16"] == took["adamw8bit", "fp32"]
+    assert took["adamw", "bf16"] < took["adamw8bit", "bf16"] < took["adamw", "fp32"]
 
 
 def test_a_precision_without_a_rate_is_refused():

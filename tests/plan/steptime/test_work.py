@@ -1,5 +1,7 @@
 """What a step asks for: FLOPs against the closed form, tiles, recomputation, experts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,6 +11,8 @@ from stepwell.plan.job import Adapters
 from stepwell.plan.steptime.step import flops_per_token
 from stepwell.plan.steptime.work import (
     KERNELS_NF4,
+    LOGIT_BYTES,
+    LOGIT_BYTES_UNFUSED,
     NF4_MOVED_BYTES,
     blocks_of_ranks,
     fill,
@@ -30,13 +34,13 @@ def product_flops(asked) -> float:
 @pytest.mark.parametrize("dims", [LLAMA_8B, LLAMA_70B])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_products_are_six_flops_for_a_weight_and_token(dims, tp):
-    asked = job(dims, tp=tp, dp_shard=8)
+    asked = job(dims, tp=tp, dp_shard=8, program="fsdp")
     matrices, _ = flops_per_token(dims, 8192)
     assert product_flops(asked) == pytest.approx(3 * matrices * 8192 / tp, rel=1e-9)
 
 
 def test_experts_compute_what_their_tokens_ask_for():
-    asked = job(MIXTURE, ep=8, imbalance=1.0)
+    asked = job(MIXTURE, ep=8, imbalance=1.0, program="fsdp")
     matrices, _ = flops_per_token(MIXTURE, 8192)
     assert product_flops(asked) == pytest.approx(3 * matrices * 8192, rel=1e-6)
 
@@ -51,8 +55,32 @@ def test_the_rank_with_the_most_tokens_sets_the_pace_of_experts_that_ranks_divid
 
 def test_frozen_weights_have_no_gradient_of_their_own():
     matrices, _ = flops_per_token(LLAMA_8B, 8192)
-    asked = product_flops(job(trained_share=0.01))
+    asked = product_flops(job(trained_share=0.01, program="fsdp"))
     assert asked == pytest.approx(2 * matrices * 8192, rel=1e-9)
+
+
+def test_logits_that_are_too_many_to_keep_are_computed_twice():
+    """By ours; 2 bytes each against 256 MiB."""
+    few, many = (replace(LLAMA_8B, vocab_size=256 * 2**20 // 2 // 8192 + more) for more in (0, 1))
+    for dims, times in ((few, 3), (many, 4)):
+        products = work_of(job(dims)).head
+        flops = sum(p.flops for p in products.forward.products + products.backward.products)
+        assert flops == times * 2 * 8192 * dims.embedding_parameters
+    assert len(work_of(job(many, program="fsdp")).head.backward.products) == 2
+
+
+def test_a_loss_that_is_not_fused_moves_every_logit_more_often():
+    logits = 8192 * LLAMA_8B.vocab_size
+    for asked, fused in (
+        (job(program="fsdp"), True),
+        (job(program="fsdp", compiled_loss=False), False),
+        (job(program="fsdp", compiled_loss=False, loss_chunk_tokens=1024), True),
+        (job(compiled=False), False),
+        (job(), True),
+    ):
+        head = work_of(asked).head
+        moved = head.forward.moved_bytes + head.backward.moved_bytes
+        assert moved == logits * (LOGIT_BYTES if fused else LOGIT_BYTES_UNFUSED)
 
 
 def test_attention_that_writes_its_scores_computes_all_of_them():
@@ -108,8 +136,16 @@ def test_whole_waves_of_tiles_fill_the_processors():
 
 
 def test_a_pipeline_whose_blocks_do_not_divide_spares_its_ends():
+    """The split is the program's: ours counts the ends as a block each, Megatron's where that makes
+    it even."""
+    megatron = job(pp=16, dp_shard=1, program="megatron").layout
+    assert blocks_of_ranks(126, megatron) == (8, 7)
     assert blocks_of_ranks(126, job(pp=16, dp_shard=1).layout) == (8, 7)
-    assert blocks_of_ranks(80, job(pp=8, dp_shard=1).layout) == (10, 10)
+    assert blocks_of_ranks(80, replace(megatron, pp=8)) == (10, 10)
+    assert blocks_of_ranks(81, replace(megatron, pp=8)) == (11, 10)
+    assert blocks_of_ranks(80, job(pp=8, dp_shard=1).layout) == (11, 9)
+    v_shaped = replace(megatron, pp=2, stages_per_rank=2, schedule="zbv", stage_blocks=(1, 3, 3, 9))
+    assert blocks_of_ranks(16, v_shaped) == (6, 10)
     assert blocks_of_ranks(80, job().layout) == (80, 80)
     split = changed(job(pp=2, dp_shard=4), stage_blocks=(18, 14)).layout
     assert blocks_of_ranks(32, split) == (18, 14)

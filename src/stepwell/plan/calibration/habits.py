@@ -105,6 +105,7 @@ def _torchtune(layout: Arrangement, dims: Dims, notes: str) -> dict[str, Any]:
     return {
         "program": "fsdp",
         "state_precision": "bf16",
+        "gradient_precision": "bf16",
         "compiled": done >= 1,
         "compiled_loss": False,
         "loss_chunk_tokens": layout.tokens_of_rank // 8 if done >= 2 else None,

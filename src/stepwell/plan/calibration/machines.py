@@ -13,8 +13,10 @@ from stepwell.types import DataError
 # Other programs' names of devices whose own name is not in `hardware`.
 ALIASES = {"blackwell-184gib": "gb200"}
 # Of Omni-Path's rate, what rings get, over what they get of other networks' (55 of 400 Gbit/s a
-# machine: bigscience, experiments/bandwidth/README.md).
+# machine: bigscience, experiments/bandwidth/README.md). Messages between two stages get more: at
+# this rate BLOOM's pipelines would be the slower the more stages they have, and they are not.
 OMNI_PATH = 0.18
+OMNI_PATH_GBIT = 100.0  # of a link, where no rate is said
 RATE = r"(\d+(?:\.\d+)?) ?[Gg]b(?:it)?(?:/s|ps)"
 SEVERAL = re.compile(rf"(\d+)x [^;]*?{RATE}|(\d+)x{RATE}")
 SINGLE = re.compile(rf"{RATE} per ([A-Za-z]+)")
@@ -38,6 +40,8 @@ def machines_of(cells: Cells) -> Cluster:
     network = _network(cells, per_node or machines.gpus_per_node)
     if network is not None:
         given["network_bytes_per_s"] = network
+    if "omni-path" in cells.get("interconnect", "").casefold():
+        given["ring_share"] = OMNI_PATH
     return replace(machines, **given)
 
 
@@ -74,14 +78,12 @@ def unknown_network(cells: Cells, machines: Cluster) -> str:
 
 def network_bytes_per_s(interconnect: str, gpus_per_node: int) -> float | None:
     """Of one accelerator and direction, from words like "8x400 Gb/s IB per node"; None if they name
-    no rate. Omni-Path, without one: a link of 100 Gbit/s for each accelerator. Of Omni-Path's, what
-    compares with other networks'."""
-    reached = OMNI_PATH if "omni-path" in interconnect.casefold() else 1.0
+    no rate. Omni-Path, without one: a link for each accelerator."""
     if several := SEVERAL.search(interconnect):
         links, rate = (float(x) for x in several.groups() if x)
-        return reached * links * rate * GBIT / gpus_per_node
+        return links * rate * GBIT / gpus_per_node
     single = SINGLE.search(interconnect)
     if single and single.group(2).casefold() in (*ONE, *WHOLE):
         share = 1 if single.group(2).casefold() in ONE else gpus_per_node
-        return reached * float(single.group(1)) * GBIT / share
-    return reached * 100 * GBIT if reached < 1 else None
+        return float(single.group(1)) * GBIT / share
+    return OMNI_PATH_GBIT * GBIT if "omni-path" in interconnect.casefold() else None

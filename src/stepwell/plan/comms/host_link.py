@@ -13,18 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from stepwell.plan.comms.collectives import (
-    PRECISION_BYTES,
-    Phase,
-    Step,
-    Total,
-    collectives,
-    gathers_of,
-    num_micro_batches,
-    routed_of,
-    totals,
-    units_of,
-)
+from stepwell.plan.comms.collectives import Total, collectives, totals
+from stepwell.plan.comms.gathers import gathers_of, routed_of, units_of
+from stepwell.plan.comms.step import PRECISION_BYTES, Phase, Step, num_micro_batches
 from stepwell.plan.footprint.activations import block_of
 from stepwell.plan.footprint.kept import kept_by
 from stepwell.plan.footprint.pieces import pieces_of_rank

@@ -87,21 +87,21 @@ class Coefficients:
 
 
 SHIPPED = Coefficients(
-    matmul_16=0.896,
-    matmul_8=0.942,
-    matmul_4=0.711,
+    matmul_16=0.899,
+    matmul_8=0.947,
+    matmul_4=0.714,
     sustained=0.855,
-    attention=0.557,
-    attention_older=0.524,
-    attention_triton=0.738,
-    memory=0.862,
-    eager=2.19,
-    scaleup=0.67,
-    network=0.704,
-    hop_s=3.16e-05,
+    attention=0.556,
+    attention_older=0.533,
+    attention_triton=0.735,
+    memory=0.809,
+    eager=2.32,
+    scaleup=0.691,
+    network=0.673,
+    hop_s=2.9e-05,
     launch_s=2.73e-05,
-    contention=0.416,
-    straggling=0.00381,
+    contention=0.415,
+    straggling=0.00402,
 )
 
 # Streaming multiprocessors, or compute units: a product's tiles run on them in waves.

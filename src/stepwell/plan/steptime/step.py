@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
-from stepwell.parallel.schedules import bubble_fraction
-from stepwell.plan.comms.collectives import Sent, collectives
+from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
+from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.comms.host_link import Moved, busiest_way, moved
+from stepwell.plan.comms.step import Sent
 from stepwell.plan.footprint.pieces import recomputed_of_ranks
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import (
@@ -25,11 +26,13 @@ from stepwell.plan.steptime.coefficients import (
     peak,
 )
 from stepwell.plan.steptime.flows import Flow, flows
-from stepwell.plan.steptime.work import Pass, Product, Work, work_of
+from stepwell.plan.steptime.work import Pass, Product, Work, logits_twice, work_of
 
 # Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
 # three written, the gradient's norm read before, the 16-bit copy written.
 ADAMW_BYTES = 34.0
+# Moments in 8 bits: as much where masters are in 16, since what it takes is bringing them there and
+# back (47 ms for 10^9 parameters on V100, where fused AdamW takes 63; 2110.02861, table 5).
 ADAMW_8BIT_BYTES = 22.0
 # The same on the host, and what the processors of a machine move: ZeRO-Offload's AdamW steps 10^9
 # parameters in .22 s on two Xeons (2101.06840, table 4).
@@ -47,6 +50,8 @@ PARAMETERS_OF_A_BLOCK = 12
 TENSOR_HIDDEN = {"megatron": 0.6, "fsdp": 0.35, "stepwell": 0.35}
 # Length of the summed dimension at which a product has half its rate: its start and its end.
 SHORT_PRODUCT = 64.0
+# Share of their time that hidden messages cost at most: at all of it they had better not hide.
+MOST_SLOWED = 0.95
 # Pauses between kernels on the device.
 KERNEL_GAP_S = 2e-6
 
@@ -107,6 +112,7 @@ class Ledger:
 
 def ledger(job: Job) -> Ledger:
     copies = job.dims.experts.top_k if job.dims.experts else 1
+    wraps = job.layout.stages_per_rank > 1 and job.layout.schedule not in ZERO_BUBBLE
     sent = collectives(job)
     counted_apart = job.layout.adapters is not None
     if job.layout.trained_share < 1 and not counted_apart:
@@ -119,7 +125,7 @@ def ledger(job: Job) -> Ledger:
         sent = [_uneven(one, job.layout.imbalance) for one in sent]
     if job.layout.program == "megatron" and job.layout.zero:
         sent = [part for one in sent for part in _by_groups(one, job.layout)]
-    return Ledger(job, work_of(job), flows(sent, job.cluster, copies), tuple(moved(job)))
+    return Ledger(job, work_of(job), flows(sent, job.cluster, copies, wraps), tuple(moved(job)))
 
 
 def _in_8_bits(sent: Sent) -> Sent:
@@ -274,7 +280,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     job, work = counted.job, counted.work
     layout = job.layout
     rates = rates_of(job, c)
-    ranks = _ranks(work, layout, rates)
+    ranks, whole_s = _ranks(work, layout, rates)
     busiest = max(ranks, key=lambda pair: pair[0].total + pair[1].total + pair[2].total)
     forward, backward, again = busiest
     m = layout.num_micro_batches
@@ -293,7 +299,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
     parts["host"] -= launched_s
     parts.update(exposed)
     inner = m * (forward.total + backward.total + again.total) + messages_s - launched_s
-    parts["bubble"] = _bubble(layout, inner / m, ranks)
+    parts["bubble"] = _bubble(layout, inner / m, ranks, whole_s)
     computing = {"forward": m * forward.total, "backward": m * (backward.total + again.total)}
     parts["exposed offload"] = _offload(counted, computing, hidden)
     parts["gradient accumulation"] = _accumulation(layout, work, rates)
@@ -305,42 +311,43 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
 
 def _ranks(work: Work, layout: Arrangement, rates: Rates):
     """Seconds of a micro-batch, (forward, backward, again), on a middle rank and the one with the
-    head."""
+    head; and of all ranks of the pipeline together."""
     pieces = [
         (
             pass_seconds(piece.forward, rates),
             pass_seconds(piece.backward, rates),
             pass_seconds(piece.again, rates) if piece.again else Seconds(),
             fullest,
+            number,
             last,
         )
-        for piece, fullest, _, last in work.blocks
+        for piece, fullest, number, last in work.blocks
     ]
     middle = (Seconds(), Seconds(), Seconds())
     final = (Seconds(), Seconds(), Seconds())
-    for *passes, fullest, last in pieces:
+    whole_s = 0.0
+    for *passes, fullest, number, last in pieces:
         for i, one in enumerate(passes):
             middle[i].add(one, fullest)
             final[i].add(one, last)
+            whole_s += (number - last) * one.total
     final[0].add(pass_seconds(work.head.forward, rates))
     final[1].add(pass_seconds(work.head.backward, rates))
     embedding = pass_seconds(work.embedding, rates)
     if layout.pp == 1:
         final[0].add(embedding)
-        return [final]
-    return [middle, final]
+        return [final], sum(part.total for part in final)
+    return [middle, final], whole_s + sum(part.total for part in final)
 
 
-def _bubble(layout: Arrangement, micro_batch_s: float, ranks) -> float:
+def _bubble(layout: Arrangement, micro_batch_s: float, ranks, whole_s: float) -> float:
     """What the busiest rank waits: the other stages' time of one micro-batch, and as much less with
     the schedule as with even stages."""
     p = layout.pp
     if p == 1:
         return 0.0
-    totals = [sum(part.total for part in rank) for rank in ranks]
-    mean = ((p - 1) * totals[0] + totals[-1]) / p
-    others = p * mean - max(totals)
-    waits = others * micro_batch_s / max(totals)
+    busiest_s = max(sum(part.total for part in rank) for rank in ranks)
+    waits = (whole_s - busiest_s) * micro_batch_s / busiest_s
     m = layout.num_micro_batches
     even = bubble_fraction(layout.schedule, p, m, layout.stages_per_rank)
     return waits * even * m / (p - 1)
@@ -363,9 +370,9 @@ def _optimizer(counted: Ledger, rates: Rates) -> float:
     job, work, layout = counted.job, counted.work, counted.job.layout
     shards = layout.dp_shard * layout.cp if layout.zero else 1
     own = work.trained_parameters / shards
-    each = ADAMW_8BIT_BYTES if layout.optimizer == "adamw8bit" else ADAMW_BYTES
-    if layout.state_precision == "bf16":
-        each /= 2
+    each = ADAMW_BYTES / (2 if layout.state_precision == "bf16" else 1)
+    if layout.optimizer == "adamw8bit":
+        each = ADAMW_8BIT_BYTES
     step_s = own * each / rates.memory
     if layout.offload_optimizer or layout.offload_parameters:
         # Gradients go down and weights come up while the host steps those that are there.
@@ -377,8 +384,10 @@ def _optimizer(counted: Ledger, rates: Rates) -> float:
 
 def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
     """Each micro-batch's gradients are added to those before: sums are read and written. Where data
-    ranks sum them each time, that is of a rank's part, and counted with the messages."""
-    if layout.reduce_every_micro_batch and layout.data_ranks * layout.cp > 1:
+    ranks sum them each time, that is of a rank's part, and counted with the messages; where the
+    optimiser steps each weight as its gradient comes, there is no sum."""
+    shared = layout.reduce_every_micro_batch and layout.data_ranks * layout.cp > 1
+    if shared or layout.release_gradients:
         return 0.0
     size = 2 if layout.gradient_precision == "bf16" else 4
     return layout.num_micro_batches * work.trained_parameters * 2 * size / rates.memory
@@ -389,7 +398,8 @@ def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
 
 def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Seconds, again: Seconds):
     """Communication by axis that nothing hides, and how much the rest slows what hides it: kernels
-    of messages occupy processors as long as they wait, and the memory for what they move.
+    of messages occupy processors as long as they wait, and the memory for what they move. What is
+    slowed lasts longer, and hides more.
 
     Weights are gathered and gradients reduced beside the passes that need them, or, where
     gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
@@ -402,7 +412,7 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
     m = layout.num_micro_batches
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
-    slowing, beside = 0.0, TENSOR_HIDDEN[layout.program]
+    slowed_s, beside = 0.0, TENSOR_HIDDEN[layout.program]
     windows = _windows(layout, m, forward, backward, again)
     for flow in counted.flows:
         seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
@@ -417,18 +427,25 @@ def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Secon
         elif flow.axis == "pp":
             open_s = seconds / (2 if layout.stages_per_rank > 1 else 1)
         else:
-            open_s = max(0.0, seconds - windows.get(flow.phase, 0.0))
-            windows[flow.phase] = max(0.0, windows.get(flow.phase, 0.0) - seconds)
+            window_s, slow = windows.get(flow.phase, 0.0), _slowed(flow, seconds, c)
+            hidden_s = min(seconds, window_s / (1 - slow))
+            windows[flow.phase] = window_s - (1 - slow) * hidden_s
+            open_s = seconds - hidden_s
+            slowed_s += slow * hidden_s
         if seconds:
             # What the optimiser hands out travels beside the next forward pass.
             phase = "forward" if flow.phase == "optimizer" else flow.phase
             hidden[phase] = hidden.get(phase, 0.0) + (1 - open_s / seconds) * flow.pcie_s
         axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
-        if axis == "data" and seconds:
-            slowing += seconds - open_s + (1 - open_s / seconds) * flow.moved_s / c.scaleup
         exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
-    exposed["contention"] = c.contention * slowing
+    exposed["contention"] = slowed_s
     return exposed, hidden
+
+
+def _slowed(flow: Flow, seconds: float, c: Coefficients) -> float:
+    """Share of its own time by which a flow slows what hides it."""
+    moved = flow.moved_s / c.scaleup / seconds if seconds else 0.0
+    return min(c.contention * (1 + moved), MOST_SLOWED)
 
 
 def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, again: Seconds):
@@ -463,6 +480,8 @@ def _step_time(
     model = products + scores
     head = 2.0 * dims.embedding_parameters
     more = share * (matrices - head + attention) * scale
+    if logits_twice(dims, layout):
+        more += head * scale
     top = _peak(job)
     return StepTime(
         parts=parts,

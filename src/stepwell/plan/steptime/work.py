@@ -10,7 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from stepwell.plan.footprint.pieces import recomputed_of_ranks, target_sizes
+from stepwell.models.activations import KEEP_LOGITS_BYTES
+from stepwell.plan.footprint.pieces import (
+    blocks_of_stages,
+    recomputed_of_ranks,
+    stages_of,
+    target_sizes,
+)
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import PROCESSORS, generation
 
@@ -18,9 +24,11 @@ from stepwell.plan.steptime.coefficients import PROCESSORS, generation
 # rate the smaller ones reach (they read their inputs more often).
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 HALF = 2  # bytes of a 16-bit value
-# Bytes that pass through memory for one logit, forward and backward: written and read in 16 bits,
-# the softmax and its gradient in 32.
-LOGIT_BYTES = 28.0
+# Bytes that pass through memory for one logit, forward and backward. Fused, in 16 bits: written,
+# read for the largest and for the sum, read again, the gradient written, and read by two products.
+# Else it is widened to 32 bits, and the log-softmax, the target's choice and their gradients are
+# kernels of their own.
+LOGIT_BYTES, LOGIT_BYTES_UNFUSED = 14.0, 46.0
 # Bytes of one attention score where scores are written: products, mask and softmax, dropout.
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 9.0, 11.0
 # Elements of a head that cost as much as the exponential of its score; rates are of heads of 128
@@ -139,16 +147,13 @@ def work_of(job: Job) -> Work:
 
 
 def blocks_of_ranks(num_layers: int, layout: Arrangement) -> tuple[int, int]:
-    """Of the fullest pipeline rank, and of the one that also has the head. Where blocks don't
-    divide evenly, the ranks with the embedding and the head have fewer."""
-    if layout.pp == 1:
-        return num_layers, num_layers
-    if layout.stage_blocks:
-        ranks = [sum(layout.stage_blocks[r :: layout.pp]) for r in range(layout.pp)]
-        return max(ranks), ranks[-1]
-    fullest = ceil(num_layers / layout.pp)
-    missing = fullest * layout.pp - num_layers
-    return fullest, max(0, fullest - ceil(missing / 2))
+    """Of the fullest pipeline rank without the head, and of the one that has it."""
+    blocks = blocks_of_stages(num_layers, layout)
+    stages = [stages_of(layout, rank) for rank in range(layout.pp)]
+    head = next(rank for rank, mine in enumerate(stages) if len(blocks) - 1 in mine)
+    ranks = [sum(len(blocks[stage]) for stage in mine) for mine in stages]
+    last = ranks.pop(head)
+    return max(ranks, default=last), last
 
 
 def _local_parameters(dims: Dims, layout: Arrangement, num_blocks: int) -> float:
@@ -384,10 +389,25 @@ def _head(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piec
     """The head's products are in 16 bits in every program here."""
     wide = dims.vocab_size // layout.tp
     forward, of_input, of_weights = linear(tokens, dims.d_model, wide, processors, low=False)
-    moved = tokens * wide * LOGIT_BYTES / 2
+    moved = tokens * wide * (LOGIT_BYTES if fused_loss(layout) else LOGIT_BYTES_UNFUSED) / 2
     trained = (of_weights,) if layout.trains_base else ()
+    again = (forward,) if logits_twice(dims, layout) else ()
     return Piece(
         Pass((forward,), (), 0.0, moved, 0.0, 10),
-        Pass((of_input, *trained), (), 0.0, moved, 0.0, 10),
+        Pass((*again, of_input, *trained), (), 0.0, moved, 0.0, 10),
         None,
     )
+
+
+def logits_twice(dims: Dims, layout: Arrangement) -> bool:
+    """Whether logits are too many to keep, and ours computes them once more (models.logits)."""
+    num_bytes = HALF * layout.tokens_of_rank * (dims.vocab_size // layout.tp)
+    return layout.program == "stepwell" and num_bytes > KEEP_LOGITS_BYTES
+
+
+def fused_loss(layout: Arrangement) -> bool:
+    """Whether the logits stay in 16 bits between the head's products: ours are compiled with the
+    blocks, those of a chunk with it."""
+    if layout.program == "stepwell":
+        return layout.compiled
+    return layout.compiled_loss or (layout.compiled and layout.loss_chunk_tokens is not None)
