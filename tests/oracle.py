@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stepwell.config import Run
 from stepwell.data.batch import Batch
@@ -23,6 +26,8 @@ from stepwell.train.losses import cross_entropy
 from stepwell.train.optim import grad_norm
 
 VOCAB, LENGTH = 61, 16
+# Where a rank's part of a tensor begins along each dim, and the part.
+Piece = tuple[tuple[int, ...], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -93,10 +98,12 @@ def take_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     """What a step on this rank's rows finds and leaves."""
     stats = engine.forward_backward(batch, cross_entropy(engine.run.loss))
     found = {"loss": torch.tensor(stats.loss, dtype=torch.float64)}
+    gradients: dict[str, torch.Tensor] = {}
     for name, parameter in engine.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, f"{name}: {parameter.grad}"
         if parameter.grad is not None:
-            found[f"grad/{name}"] = full(parameter.grad)
+            gradients[f"grad/{name}"] = parameter.grad
+    found |= all_full(gradients)
     parameters = [parameter for _, parameter in engine.named_parameters()]
     found["norm"] = torch.tensor(grad_norm(parameters, engine.mesh.pp_group), dtype=torch.float64)
     info = engine.optim_step()
@@ -104,13 +111,43 @@ def take_step(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     assert info.grad_norm == found["norm"].item()
     apart = engine.iter_state(merged=False)
     found |= {f"weight/{name}": value for name, value in apart}
-    found |= {f"state/{k}": full(v) for k, v in engine.optimizer.state_dict().items()}
-    return found
+    return found | all_full({f"state/{k}": v for k, v in engine.optimizer.state_dict().items()})
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().clone()
+
+
+def all_full(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`full` of each, by one collective of all ranks instead of several a tensor: every rank's
+    pieces are laid into place, its own last."""
+    if not any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        return {name: full(tensor) for name, tensor in tensors.items()}
+    mine = {name: _piece(tensor) for name, tensor in tensors.items()}
+    shares: list[dict[str, Piece]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(shares, mine)
+    found = {
+        name: torch.full(tensor.shape, float("nan"), dtype=tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    for share in (*shares, mine):
+        for name, (starts, values) in share.items():
+            if name in found:
+                place = tuple(slice(a, a + n) for a, n in zip(starts, values.shape, strict=True))
+                found[name][place] = torch.from_numpy(values)
+    return found
+
+
+def _piece(tensor: torch.Tensor) -> Piece:
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim(), tensor.detach().numpy()
+    assert not any(place.is_partial() for place in tensor.placements), tensor.placements
+    assert not any(place.is_partial() for place in tensor.placements), tensor.placements
+    _, starts = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(starts), tensor.to_local().detach().numpy()
 
 
 def assert_same(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from stepwell.cli import COMMANDS, GROUPS, Command, help_text, main
-from stepwell.commands.training import Arguments, clear_folder, find_recipe, load_run, parse
+from stepwell.commands.run_arguments import Arguments, find_recipe, load_run, parse
+from stepwell.commands.training import clear_folder
 from stepwell.config import Run
 from stepwell.schema import dotted_keys
 from stepwell.types import ConfigError

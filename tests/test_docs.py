@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.cli import COMMANDS
-from stepwell.commands.training import default_text, shipped_recipes, type_text
+from stepwell.commands.run_arguments import default_text, shipped_recipes, type_text
 from stepwell.config import Run
 from stepwell.schema import dotted_keys
 from stepwell.sections.methods import (

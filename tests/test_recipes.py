@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepwell.commands.curate import find_recipe, shipped_curations
-from stepwell.commands.training import Arguments, load_run, shipped_recipes
+from stepwell.commands.run_arguments import Arguments, load_run, shipped_recipes
 from stepwell.config import Run
 from stepwell.curate.recipe import Recipe
 from stepwell.models.transformer import Decoder

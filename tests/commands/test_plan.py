@@ -21,7 +21,7 @@ from stepwell.commands.plan_options import (
     parse,
 )
 from stepwell.commands.ranks import Ranks
-from stepwell.commands.training import find_recipe
+from stepwell.commands.run_arguments import find_recipe
 from stepwell.config import Run
 from stepwell.hardware import device_kind
 from stepwell.parallel.rules import check_run

@@ -8,7 +8,7 @@ from tests.plan.measured import traces
 
 from stepwell.commands.plan import main
 from stepwell.commands.plan_options import measured
-from stepwell.commands.training import find_recipe
+from stepwell.commands.run_arguments import find_recipe
 from stepwell.config import Run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.job import job_of

@@ -16,6 +16,7 @@ from stepwell.config import Run
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.mix import sweep as mix
 from stepwell.mix.design import maximin_design
+from stepwell.mix.files import check_plan
 from stepwell.mix.fit import cross_validate, fewest_mixtures
 from stepwell.train.lock import folder_lock
 from stepwell.types import ConfigError, DataError, TrainingError
@@ -112,10 +113,10 @@ def test_other_texts_of_as_many_tokens_are_another_plan(stores, tmp_path):
             for doc in docs:
                 writer.add(doc)
     assert plans[0]["domains"] == plans[1]["domains"]
-    mix.check_plan(tmp_path / "plan.json", plans[0], "it")
-    mix.check_plan(tmp_path / "plan.json", plans[0], "it")
+    check_plan(tmp_path / "plan.json", plans[0], "it")
+    check_plan(tmp_path / "plan.json", plans[0], "it")
     with pytest.raises(ConfigError, match="it has another targets"):
-        mix.check_plan(tmp_path / "plan.json", plans[1], "it")
+        check_plan(tmp_path / "plan.json", plans[1], "it")
 
 
 def test_several_at_once_give_the_same(stores, tmp_path):

@@ -29,8 +29,9 @@ def run_ranks(
 ) -> list[Any]:
     """Each rank's return value, in rank order; RanksFailed with every rank's traceback.
 
-    About one launch in some hundred has a rank that crashes inside torch. That one is tried again,
-    once and with a warning that says where it was; a crash of ours comes back.
+    About one launch in some hundred has a rank that crashes inside torch, or whose heap glibc finds
+    damaged there. That one is tried again, once and with a warning that says where it was; a crash
+    of ours comes back.
     """
     launch = partial(
         ranks.run_ranks, function, num_ranks, *args, timeout_s=timeout_s, preload=PRELOAD
@@ -38,7 +39,7 @@ def run_ranks(
     try:
         return launch()
     except ranks.RanksFailed as failure:
-        if "(SIGSEGV)" not in str(failure):
+        if not any(f"({name})" in str(failure) for name in ("SIGSEGV", "SIGABRT")):
             raise
         warnings.warn(f"a rank crashed, tried again: {failure}", stacklevel=2)
         return launch()

@@ -14,12 +14,12 @@ from tyro.conf import Positional
 from stepwell.commands.inputs import (
     Model,
     check_least,
+    counted,
     load_tokenizer,
     open_model,
     parse_options,
     read_documents,
 )
-from stepwell.commands.training import counted
 from stepwell.config import Run
 from stepwell.types import ConfigError, Document
 

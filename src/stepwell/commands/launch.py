@@ -14,7 +14,7 @@ from tyro.conf import Positional
 
 from stepwell.commands.inputs import Place, parse_options
 from stepwell.commands.ranks import check_rows, layout_text
-from stepwell.commands.training import find_recipe, load_run, parse
+from stepwell.commands.run_arguments import find_recipe, load_run, parse
 from stepwell.config import Run
 from stepwell.data.files import clean_disk_errors
 from stepwell.files import whole_file

@@ -278,7 +278,8 @@ def doremi(argv: Sequence[str]) -> int:
     options = parse_options("mix doremi", DoremiOptions, argv)
     from stepwell.mix.doremi import check_settings
     from stepwell.mix.doremi import doremi as find
-    from stepwell.mix.sweep import check_plan, domains_of
+    from stepwell.mix.files import check_plan
+    from stepwell.mix.sweep import domains_of
     from stepwell.train.lock import folder_lock
     from stepwell.train.pretrain import pretrain
 
@@ -348,7 +349,7 @@ def _proposed(folder: Path) -> dict[str, dict[str, float]]:
     path = folder / PROPOSAL
     if not path.is_file():
         raise DataError(f"{folder} holds no proposal; `stepwell mix propose` first, or give --mix")
-    from stepwell.mix.sweep import read_json
+    from stepwell.mix.files import read_json
 
     try:
         domains = read_json(path)["domains"]
@@ -414,7 +415,7 @@ def _number(option: str, number: float, above: float | None = 0.0) -> float:
 
 
 def _recipe(name: str):
-    from stepwell.commands.training import find_recipe
+    from stepwell.commands.run_arguments import find_recipe
     from stepwell.config import Run
 
     return Run.load(find_recipe(name))

@@ -16,7 +16,8 @@ import tomli_w
 from stepwell.commands import plan_text
 from stepwell.commands.plan_options import Asked, check_read, help_text, parse
 from stepwell.commands.ranks import fewest_ranks
-from stepwell.commands.training import find_recipe, with_weights
+from stepwell.commands.run_arguments import find_recipe
+from stepwell.commands.training import with_weights
 from stepwell.config import Run
 from stepwell.files import write_text
 from stepwell.hardware import GIB

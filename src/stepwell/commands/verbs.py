@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from stepwell.commands.curate import executor_of, recipe_for, run, split_overrides
-from stepwell.commands.training import default_text, type_text
+from stepwell.commands.run_arguments import default_text, type_text
 from stepwell.schema import assign
 from stepwell.types import ConfigError, nearest
 

@@ -28,6 +28,7 @@ from stepwell.data.store import TokenStore
 from stepwell.files import write_text
 from stepwell.launch.local import LAUNCHER, end_with_launcher
 from stepwell.mix.design import POWER, dirichlet_design, maximin_design, proportions
+from stepwell.mix.files import check_plan, read_json, read_lines
 from stepwell.mix.fit import fewest_mixtures
 from stepwell.sections.data import SourceConfig
 from stepwell.train.lock import folder_lock
@@ -43,7 +44,6 @@ from stepwell.types import (
 Design = Literal["auto", "dirichlet", "maximin"]
 SWEEP, RUNS, TABLE = "sweep.json", "runs.jsonl", "runs.csv"
 NUM_NATURAL = 2
-Line = TypeVar("Line")
 Result = TypeVar("Result")
 # Up to here, "auto" spreads the design over all mixtures.
 FEW_DOMAINS = 4
@@ -412,75 +412,10 @@ def score(run: Run, targets: Sequence[Domain]) -> dict[str, float]:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def check_plan(path: Path, plan: dict[str, Any], what: str) -> None:
-    """Writes the plan, or compares it with the one that is there. Raises ConfigError naming what
-    differs: results of two plans must not be mixed."""
-    plan = json.loads(json.dumps(plan))
-    if not path.is_file():
-        write_text(path, json.dumps(plan, indent=1) + "\n")
-        return
-    before = read_json(path)
-    for key in plan:
-        if before.get(key) != plan[key]:
-            raise ConfigError(
-                f"{what} has another {_difference(before.get(key), plan[key], key)}; go on with "
-                "what it was begun with, or choose another --out"
-            )
-
-
-def _difference(before: Any, now: Any, key: str) -> str:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in [*now, *before]:
-            if before.get(name) != now.get(name):
-                return _difference(before.get(name), now.get(name), f"{key}.{name}")
-    return f"{key} ({before!r}, now {now!r})"
-
-
 def read_runs(path: Path) -> list[Measured]:
     if not path.is_file():
         return []
     return read_lines(path, Measured)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises DataError for a file that is damaged."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise DataError(
-            f"{path} is damaged: {error}; restore it, or begin anew elsewhere"
-        ) from error
-    if not isinstance(found, dict):
-        raise DataError(
-            f"{path} is damaged: it holds no object; restore it, or begin anew elsewhere"
-        )
-    return found
-
-
-def read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """A value a line. Raises DataError, naming the line, for a file that is damaged."""
-    found = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            lines = list(file)
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            value = kind(**json.loads(line))
-            finite = all(map(math.isfinite, vars(value)["losses"].values()))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"line {number} of {path} is damaged ({error}); remove it, and the same command "
-                "makes its run again"
-            ) from error
-        if not finite:
-            raise DataError(
-                f"line {number} of {path} has a loss that is not finite; remove it, and look at "
-                "the run's log"
-            )
-        found.append(value)
-    return found
 
 
 def write_runs(

@@ -13,14 +13,8 @@ from pathlib import Path
 
 from stepwell.config import Run
 from stepwell.files import write_text
-from stepwell.mix.sweep import (
-    Domain,
-    check_plan,
-    finished,
-    overread,
-    read_lines,
-    sources_of,
-)
+from stepwell.mix.files import check_plan, read_lines
+from stepwell.mix.sweep import Domain, finished, overread, sources_of
 from stepwell.train.checkpoint import of_run_or_itself, read_state
 from stepwell.train.lock import folder_lock
 from stepwell.train.schedule import lr_fraction

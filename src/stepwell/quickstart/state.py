@@ -49,12 +49,12 @@ SMALL = Plan(
     eval_bytes=30_000,
     overrides={
         "pretrain": {
-            "train.steps": 24,
-            "optim.schedule.warmup_steps": 4,
-            "optim.schedule.decay_steps": 6,
-            "train.eval_every": 12,
+            "train.steps": 12,
+            "optim.schedule.warmup_steps": 2,
+            "optim.schedule.decay_steps": 3,
+            "train.eval_every": 6,
         },
-        "sft": {"train.steps": 20},
+        "sft": {"train.steps": 10},
         "grpo": {"train.steps": 3, "method.prompts_per_step": 8, "method.group_size": 4},
     },
 )

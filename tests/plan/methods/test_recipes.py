@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import tomli_w
 
-from stepwell.commands.training import Arguments, load_run
+from stepwell.commands.run_arguments import Arguments, load_run
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
