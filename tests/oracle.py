@@ -143,7 +143,6 @@ def _piece(tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach().numpy()
     assert not any(place.is_partial() for place in tensor.placements), tensor.placements
-    assert not any(place.is_partial() for place in tensor.placements), tensor.placements
     _, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
