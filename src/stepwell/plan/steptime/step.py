@@ -16,17 +16,11 @@ from stepwell.plan.comms.host_link import Moved, busiest_way, moved
 from stepwell.plan.comms.step import Sent
 from stepwell.plan.footprint.pieces import recomputed_of_ranks
 from stepwell.plan.job import Arrangement, Dims, Job
-from stepwell.plan.steptime.coefficients import (
-    OLDER_IS_NATIVE,
-    POWER_LIMITED,
-    SHIPPED,
-    Coefficients,
-    fastest_matmul,
-    generation,
-    peak,
-)
+from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients, peak
+from stepwell.plan.steptime.exposed import exposed_of
 from stepwell.plan.steptime.flows import Flow, flows
-from stepwell.plan.steptime.work import Pass, Product, Work, logits_twice, work_of
+from stepwell.plan.steptime.rates import Rates, Seconds, pass_seconds, rates_of
+from stepwell.plan.steptime.work import Work, logits_twice, work_of
 
 # Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
 # three written, the gradient's norm read before, the 16-bit copy written.
@@ -40,20 +34,8 @@ HOST_ADAMW_BYTES, HOST_BYTES_PER_S = 28.0, 127e9
 # What copies from and to pinned memory get of PCIe: nvbandwidth's 24.8 of 31.5 GB/s on an A100
 # (forums.developer.nvidia.com/t/352186).
 PCIE = 0.79
-# Bytes moved to bring a value to low precision once, in both orders, by recipe: fused into what
-# computes it except where scales need passes of their own (by rows, two in either order).
-CAST_FACTOR = {"tensorwise": 1.5, "rowwise": 10.0, "mxfp8": 1.5, "nvfp4": 1.5, "none": 1.0}
 # Tensors of a block with biases: four matrices, two norms.
 PARAMETERS_OF_A_BLOCK = 12
-# Share of tensor ranks' communication, and of experts' exchanges, that products hide where a
-# program overlaps them: Megatron's kernels; PyTorch's, which divide products into smaller ones.
-TENSOR_HIDDEN = {"megatron": 0.6, "fsdp": 0.35, "stepwell": 0.35}
-# Length of the summed dimension at which a product has half its rate: its start and its end.
-SHORT_PRODUCT = 64.0
-# Share of their time that hidden messages cost at most: at all of it they had better not hide.
-MOST_SLOWED = 0.95
-# Pauses between kernels on the device.
-KERNEL_GAP_S = 2e-6
 
 
 @dataclass(frozen=True)
@@ -185,94 +167,6 @@ def predict_step(job: Job, coefficients: Coefficients = SHIPPED) -> StepTime:
     return price(ledger(job), coefficients)
 
 
-# --- a pass ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rates:
-    """FLOP/s and bytes/s that a device gives; the seconds of a kernel's launch."""
-
-    sixteen: float
-    low: float
-    flash: float
-    memory: float
-    unfused: float
-    launch_s: float
-    cast_factor: float
-
-    def product_s(self, p: Product) -> float:
-        rate = (self.low if p.low else self.sixteen) * p.fill
-        rate *= p.summed / (p.summed + SHORT_PRODUCT)
-        return max(p.flops / rate, p.num_bytes / self.memory)
-
-
-def rates_of(job: Job, c: Coefficients) -> Rates:
-    device, layout = job.cluster.accelerator, job.layout
-    sustained = c.sustained if device.name in POWER_LIMITED else 1.0
-    if layout.precision == "fp32":
-        sixteen = peak(device, 32) * c.matmul_16
-    else:
-        sixteen = fastest_matmul(device, 16) * c.matmul_16 * sustained
-    low = sixteen
-    if layout.precision == "fp8":
-        bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
-        low = fastest_matmul(device, bits) * share * sustained
-    flash = c.attention
-    if layout.attention_kernel != "native" and generation(device) not in OLDER_IS_NATIVE:
-        flash *= c.attention_older
-    if layout.attention_kernel == "triton":
-        flash *= c.attention_triton
-    return Rates(
-        sixteen,
-        low,
-        flash * fastest_matmul(device, 16),
-        device.bandwidth_bytes_per_s * c.memory,
-        1.0 if layout.compiled else c.eager,
-        c.launch_s,
-        CAST_FACTOR.get(layout.recipe, 1.0),
-    )
-
-
-@dataclass
-class Seconds:
-    """Of a pass, or a sum of passes. gaps: between kernels. waiting: for the host."""
-
-    products: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    casts: float = 0.0
-    gaps: float = 0.0
-    waiting: float = 0.0
-
-    @property
-    def host(self) -> float:
-        return self.gaps + self.waiting
-
-    @property
-    def total(self) -> float:
-        return self.products + self.attention + self.memory + self.casts + self.host
-
-    def add(self, other: Seconds, times: float = 1.0) -> None:
-        self.products += times * other.products
-        self.attention += times * other.attention
-        self.memory += times * other.memory
-        self.casts += times * other.casts
-        self.gaps += times * other.gaps
-        self.waiting += times * other.waiting
-
-
-def pass_seconds(one: Pass, rates: Rates) -> Seconds:
-    """The host launches kernels ahead; where it takes longer than they do, they wait for it."""
-    products = sum(rates.product_s(p) for p in one.products)
-    attention = sum(rates.product_s(p) for p in one.scores) + one.flash_flops / rates.flash
-    memory = (one.moved_bytes + one.fusible_bytes * rates.unfused) / rates.memory
-    casts = sum(p.cast_bytes for p in one.products) * rates.cast_factor / rates.memory
-    gaps = one.num_kernels * KERNEL_GAP_S
-    busy = products + attention + memory + casts + gaps
-    waiting = max(0.0, one.num_kernels * rates.launch_s - busy)
-    return Seconds(products, attention, memory, casts, gaps, waiting)
-
-
 # --- a step ----------------------------------------------------------------------------------
 
 
@@ -292,7 +186,7 @@ def price(counted: Ledger, c: Coefficients) -> StepTime:
         "host": m * (forward.host + backward.host + again.host),
         "recomputation": m * (again.total - again.casts - again.host),
     }
-    exposed, hidden = _exposed(counted, c, forward, backward, again)
+    exposed, hidden = exposed_of(counted.flows, layout, c, forward, backward, again)
     messages_s = sum(exposed.get(f"exposed {axis}", 0.0) for axis in ("tp", "cp", "ep"))
     # The host launches on while a pass waits for its messages.
     launched_s = min(messages_s, m * (forward.waiting + backward.waiting + again.waiting))
@@ -391,76 +285,6 @@ def _accumulation(layout: Arrangement, work: Work, rates: Rates) -> float:
         return 0.0
     size = 2 if layout.gradient_precision == "bf16" else 4
     return layout.num_micro_batches * work.trained_parameters * 2 * size / rates.memory
-
-
-# --- communication ---------------------------------------------------------------------------
-
-
-def _exposed(counted: Ledger, c: Coefficients, forward: Seconds, backward: Seconds, again: Seconds):
-    """Communication by axis that nothing hides, and how much the rest slows what hides it: kernels
-    of messages occupy processors as long as they wait, and the memory for what they move. What is
-    slowed lasts longer, and hides more.
-
-    Weights are gathered and gradients reduced beside the passes that need them, or, where
-    gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
-    other; context ranks' keys travel beside attention; stages' messages beside the next pass where
-    a rank has several.
-
-    Beside it, by phase, what of the messages is hidden and crosses GPUs' PCIe links: seconds there.
-    """
-    layout = counted.job.layout
-    m = layout.num_micro_batches
-    exposed: dict[str, float] = {}
-    hidden: dict[str, float] = {}
-    slowed_s, beside = 0.0, TENSOR_HIDDEN[layout.program]
-    windows = _windows(layout, m, forward, backward, again)
-    for flow in counted.flows:
-        seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
-        if flow.axis == "tp":
-            open_s = seconds * (1 - beside if layout.overlap_tp else 1)
-        elif flow.axis == "cp":
-            open_s = max(0.0, seconds - m * (forward.attention + backward.attention) / 2)
-        elif flow.axis == "ep":
-            open_s = seconds * (1 - beside if layout.overlap_ep else 1)
-        elif flow.axis == "world":
-            open_s = seconds
-        elif flow.axis == "pp":
-            open_s = seconds / (2 if layout.stages_per_rank > 1 else 1)
-        else:
-            window_s, slow = windows.get(flow.phase, 0.0), _slowed(flow, seconds, c)
-            hidden_s = min(seconds, window_s / (1 - slow))
-            windows[flow.phase] = window_s - (1 - slow) * hidden_s
-            open_s = seconds - hidden_s
-            slowed_s += slow * hidden_s
-        if seconds:
-            # What the optimiser hands out travels beside the next forward pass.
-            phase = "forward" if flow.phase == "optimizer" else flow.phase
-            hidden[phase] = hidden.get(phase, 0.0) + (1 - open_s / seconds) * flow.pcie_s
-        axis = flow.axis if flow.axis in ("tp", "cp", "ep", "pp", "world") else "data"
-        exposed[f"exposed {axis}"] = exposed.get(f"exposed {axis}", 0.0) + open_s
-    exposed["contention"] = slowed_s
-    return exposed, hidden
-
-
-def _slowed(flow: Flow, seconds: float, c: Coefficients) -> float:
-    """Share of its own time by which a flow slows what hides it."""
-    moved = flow.moved_s / c.scaleup / seconds if seconds else 0.0
-    return min(c.contention * (1 + moved), MOST_SLOWED)
-
-
-def _windows(layout: Arrangement, m: int, forward: Seconds, backward: Seconds, again: Seconds):
-    """Seconds of computing beside which data ranks communicate, by phase."""
-    if not layout.overlap_data:
-        return {}
-    gathers = m if layout.zero == 3 and layout.reshard != "never" else 1
-    reduces = m if layout.reduce_every_micro_batch else 1
-    # The first block's weights and the last one's gradients have nothing beside them.
-    share = 0.95
-    return {
-        "forward": share * gathers * forward.total,
-        "backward": share * reduces * (backward.total + again.total),
-        "optimizer": 0.0 if layout.shards_broadcast else share * forward.total,
-    }
 
 
 # --- FLOPs -----------------------------------------------------------------------------------
