@@ -113,6 +113,25 @@ def test_the_others_name_a_rank_that_was_killed_and_a_restart_is_exact(world, tm
     assert_equal(final_weights(tmp_path / "broken"), final_weights(tmp_path / "whole"))
 
 
+def late_main_rank(arguments, cwd):
+    if os.environ["RANK"] == "0":
+        time.sleep(1.5)
+    command(arguments, cwd)
+
+
+def test_who_waits_for_the_rank_that_clears_the_folder_begins_anew_too(world, tmp_path):
+    """`--fresh` by hand-started ranks, of which all but rank 0 are there before it clears."""
+    folder = tmp_path / "run"
+    arguments = words("sft", settings("sft", str(folder), **{"train.steps": 3}))
+    code, said = runs.finish(arguments, world, tmp_path / "log")
+    assert code == 0, said
+    ranks = Ranks(tmp_path, 2, late_main_rank, [*arguments, "--fresh"], str(world))
+    assert ranks.codes(60) == [0, 0], ranks.said(0) + ranks.said(1)
+    assert "3 steps done" in ranks.said(0)
+    assert [line["step"] for line in measured(folder)] == [1, 2, 3]
+    assert [event["event"] for event in read_events(folder)] == ["data"]
+
+
 # By themselves: what ranks say of each other
 
 
