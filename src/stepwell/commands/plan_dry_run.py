@@ -61,7 +61,7 @@ def lines(found: Any, differences: list[Any]) -> list[str]:
     busiest = found.busiest
     calls: dict[str, int] = {}
     for one in busiest.issued:
-        name = f"{'world' if one.num_ranks == found.world else one.group} {one.kind}"
+        name = f"{one.group} {one.kind}, {one.phase}"
         calls[name] = calls.get(name, 0) + one.calls
     if found.world == 1:
         return rows

@@ -239,7 +239,7 @@ class Engine:
         verdict = self._overflow(norm) or self.guard.judge(self._last_loss, norm, update, lr)
         if verdict.ok:
             self.optimizer.step()
-            if self.pipeline is not None:
+            if self.pipeline is not None and self.pipeline.trains_embedding:
                 self.pipeline.share_tied_weights()
             self.updates += 1
         self.drop_gradients()

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from stepwell.parallel.pipeline import SCHEDULES as TORCH_SCHEDULES
 from stepwell.parallel.schedules import next_micro_batches, stages_of_rank
-from stepwell.plan.pipeline.actions import SCHEDULES, Action, schedule_actions
+from stepwell.plan.pipeline.actions import SCHEDULES, Action, schedule_actions, times_back
 from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError
 
@@ -132,3 +132,13 @@ def test_numbers_that_it_just_can_have():
     for arguments in [("1f1b", 4, 4), ("dualpipev", 2, 4, 2), ("interleaved-1f1b", 4, 10, 2)]:
         assert len(schedule_actions(*arguments)) == arguments[1]
     assert set(SCHEDULES) == set(TORCH_SCHEDULES)
+
+
+def test_how_often_a_backward_pass_follows_a_forward_pass():
+    """Once in gpipe; in 1f1b each time once the ranks behind are filled."""
+    for p, m in product((2, 4), (4, 9)):
+        for rank in range(p):
+            assert times_back("gpipe", p, m, 1, rank) == (1,)
+            assert times_back("1f1b", p, m, 1, rank) == (1 + max(0, m - (p - rank)),)
+    # 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    assert times_back("interleaved-1f1b", 2, 4, 2, 0) == (1, 2)

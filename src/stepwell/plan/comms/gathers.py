@@ -19,6 +19,7 @@ from stepwell.plan.comms.weights import (
     reduced,
     root_weights,
 )
+from stepwell.plan.pipeline.actions import times_back
 
 
 def state_sent(step: Step) -> Iterator[Sent | None]:
@@ -48,10 +49,10 @@ def _sharded_weights(step: Step) -> Iterator[Sent | None]:
         whole = step.a * gathered(weights, t, n)
         times = forward if blocks else (step.m if layout.zero == 3 and layout.pp == 1 else 1)
         gather = ("all-gather", "dp_shard", "gather weights")
-        close = number * near if blocks else 0
-        again = number * backward if blocks else 0
+        close = round(number * near) if blocks else 0
+        again = round(number * backward) if blocks else 0
         neighbours = _near(step) if layout.reshard == "node" else None
-        yield step.one(*gather, "forward", whole, number * times - close)
+        yield step.one(*gather, "forward", whole, round(number * times) - close)
         yield step.one(*gather, "forward", whole, close, neighbours)
         yield step.one(*gather, "backward", whole, again, neighbours)
         gradient = step.g * reduced(weights, t, n)
@@ -80,18 +81,19 @@ def _whole_updates(step: Step) -> Iterator[Sent | None]:
 
 
 class Gathers(NamedTuple):
-    """Of a block in a step: in forward passes (`near` of them among neighbours that have kept a
-    copy), and in backward passes."""
+    """Of a rank's mean block in a step: in forward passes (`near` of them among neighbours that
+    have kept a copy), and in backward passes."""
 
-    forward: int
-    backward: int
-    near: int = 0
+    forward: float
+    backward: float
+    near: float = 0
 
 
 def gathers_of(step: Step) -> Gathers:
     """Stage 3 gathers for each pass of each micro-batch what it does not keep, the others once a
     step. A pipeline's backward pass keeps what it has gathered until the next forward pass lets it
-    go: in any order of passes that is one gather for each forward pass, and one more."""
+    go: in any order of passes that is one gather for each forward pass, and one more. Backward
+    passes gather where a forward pass came before."""
     layout, m = step.layout, step.m
     if layout.zero < 3:
         return Gathers(1, 0)
@@ -99,7 +101,18 @@ def gathers_of(step: Step) -> Gathers:
         return Gathers(m if layout.pp == 1 else 1, 0)
     if layout.pp == 1:
         return Gathers(m, m)
-    return Gathers(m, 1, m - 1 if layout.reshard == "node" else 0)
+    back = _times_back(step)
+    return Gathers(m + 1 - back, back, m - back if layout.reshard == "node" else 0)
+
+
+def _times_back(step: Step) -> float:
+    """How often a backward pass follows a forward pass of the same block, on average."""
+    layout, blocks = step.layout, [len(part.blocks) for part in step.parts]
+    if layout.program != "stepwell" or not sum(blocks):
+        return 1
+    pp, v = layout.pp, layout.stages_per_rank
+    times = times_back(layout.schedule, pp, step.m, v, step.pp_rank)
+    return sum(n * number for n, number in zip(blocks, times, strict=True)) / sum(blocks)
 
 
 def _reduce(step: Step, num_bytes: int, n: int, scatters: int, sums: int) -> Iterator[Sent | None]:
@@ -123,13 +136,13 @@ def routed_of(step: Step) -> tuple[int, tuple[int, int]]:
     return expert_elements(step.dims) // layout.ep, (max(1, ranks // layout.ep), layout.ep)
 
 
-def _routed_weights(step: Step, gathers: int, reductions: int) -> Iterator[Sent | None]:
+def _routed_weights(step: Step, gathers: float, reductions: int) -> Iterator[Sent | None]:
     """Experts are sharded over the ranks that have the same ones."""
     elements, ranks = routed_of(step)
     number, kind = step.num_expert_blocks, "reduce-scatter" if step.layout.zero else "all-reduce"
-    gathers = number * gathers if step.layout.zero else 0
+    calls = round(number * gathers) if step.layout.zero else 0
     purpose, whole = "gather weights", step.a * elements
-    yield step.one("all-gather", "edp", purpose, "forward", whole, gathers, ranks)
+    yield step.one("all-gather", "edp", purpose, "forward", whole, calls, ranks)
     gradient, calls = step.g * elements, number * reductions
     yield step.one(kind, "edp", "reduce gradients", "backward", gradient, calls, ranks)
 

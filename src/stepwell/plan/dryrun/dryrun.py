@@ -37,6 +37,7 @@ from stepwell.train.losses import Loss, LossSums, cross_entropy, masked_sum, tok
 from stepwell.types import ConfigError
 
 FEW_BYTES = 256  # of messages that are left out where traffic is compared
+PASSED_ON = ("send", "recv", "all-to-all")  # what context ranks do, and those that shard do not
 
 
 class Beside(NamedTuple):
@@ -103,7 +104,7 @@ class DryRun:
             if rank.pp_rank in ledgers:
                 rows += _of_memory(rank, ledgers[rank.pp_rank], alone=self.world == 1)
             if rank.pp_rank in sent:
-                rows += _of_traffic(rank, sent[rank.pp_rank], self.world)
+                rows += _of_traffic(rank, sent[rank.pp_rank])
         return rows
 
     def lines(self) -> list[str]:
@@ -169,22 +170,21 @@ def _of_memory(rank: Counted, ledger: MemoryLedger, alone: bool) -> list[Differe
     return [Difference(rank.pp_rank, item, *pair) for item, pair in pairs.items()]
 
 
-def _of_traffic(rank: Counted, sent: Sequence[Sent], world: int) -> list[Difference]:
-    """By axis and kind, as bytes on the wire. Messages of a few bytes, by which the program agrees
-    on shapes, counts and norms, are left out."""
-    predicted = _on_wire(((one.axis, one) for one in sent), world)
-    counted = _on_wire(((one.group, one) for one in rank.issued), world)
+def _of_traffic(rank: Counted, sent: Sequence[Sent]) -> list[Difference]:
+    """By axis, kind and phase, as bytes on the wire. Messages of a few bytes, by which the program
+    agrees on shapes, counts and norms, are left out."""
+    predicted = _on_wire((one.axis, one) for one in sent)
+    counted = _on_wire((one.group, one) for one in rank.issued)
     names = sorted(predicted.keys() | counted.keys())
     rows = [Difference(rank.pp_rank, name, predicted[name], counted[name]) for name in names]
     return [row for row in rows if row.predicted or row.counted]
 
 
-def _on_wire(found: Iterable[tuple[str, Sent | Issued]], world: int) -> defaultdict[str, float]:
+def _on_wire(found: Iterable[tuple[str, Sent | Issued]]) -> defaultdict[str, float]:
     table: defaultdict[str, float] = defaultdict(float)
     for axis, one in found:
         if one.num_bytes > FEW_BYTES:
-            name = "world" if one.num_ranks == world else axis
-            table[f"{name} {one.kind}"] += one.calls * one.wire_bytes
+            table[f"{axis} {one.kind}, {one.phase}"] += one.calls * one.wire_bytes
     return table
 
 
@@ -378,22 +378,24 @@ def gathered_weights(engine: Engine) -> Iterator[Tensor]:
 
 
 def by_axis(issued: Iterable[Issued], mesh: Mesh) -> list[Issued]:
-    """With the axis in place of the group's name. Neighbours among whom weights are kept are of
-    dp_shard; an axis that has all ranks is the world. What a pipeline's passes send is of phase
-    "pipeline", whichever pass it is of."""
-    names = {"": "world"}
+    """With the axis in place of the group's name, as in `comms`; an axis that has all ranks shares
+    the world's group, and gives it its name. Neighbours among whom weights are kept are of
+    dp_shard. What a pipeline's passes send is of phase "pipeline", whichever pass it is of."""
+    names, context = {"": "world"}, ""
+    if torch.distributed.group.WORLD is not None:
+        names[torch.distributed.group.WORLD.group_name] = "world"
     if mesh.cp_group is not None:
-        names[mesh.cp_group.group_name] = "cp"
+        context = mesh.cp_group.group_name
+        names[context] = "cp"
     if mesh.device_mesh is not None:
         for axis in mesh.device_mesh.mesh_dim_names or ():
             group = mesh.device_mesh.get_group(axis)
             names[group.group_name] = "dp_shard" if axis == "fsdp" else axis
-    if torch.distributed.group.WORLD is not None:
-        names[torch.distributed.group.WORLD.group_name] = "world"
     calls: dict[Issued, int] = defaultdict(int)
     for one in issued:
         axis = names.get(one.group, "dp_shard")
-        passed_on = axis == "pp" or (axis == "world" and one.kind in ("send", "recv"))
-        phase = "pipeline" if passed_on and one.phase != "optimizer" else one.phase
+        if one.group == context and one.kind in PASSED_ON:  # where weights have the same group
+            axis = "cp"
+        phase = "pipeline" if axis == "pp" and one.phase != "optimizer" else one.phase
         calls[one._replace(group=axis, phase=phase, calls=0)] += one.calls
     return [one._replace(calls=number) for one, number in calls.items()]

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepwell.models import context_attention
+from stepwell.parallel.pipeline import Pipeline
 from stepwell.parallel.traffic import Collective, collective_of
 from stepwell.parallel.wire import wire_bytes
 from stepwell.plan.comms.collectives import Phase
@@ -192,6 +193,15 @@ def watching(watch: Watch) -> Iterator[None]:
     run_backward = as_backward(torch.autograd._engine_run_backward, True)  # pyright: ignore
     # A pipeline's schedule reduces gradients itself, after its last pass.
     reduce = as_backward(FSDPParamGroup.post_backward)
+    exchange = Pipeline._collect_tied_gradient
+
+    def after_passes(pipeline: Pipeline) -> None:
+        watch.stepping = True
+        try:
+            exchange(pipeline)
+        finally:
+            watch.stepping = False
+
     propagate = getattr(_Propagator, _PROPAGATE)
 
     def apart(*args: Any, **kwargs: Any) -> Any:
@@ -205,6 +215,7 @@ def watching(watch: Watch) -> Iterator[None]:
             stack.enter_context(patch.object(dist, name, uncounted(getattr(dist, name))))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
         stack.enter_context(patch.object(FSDPParamGroup, "post_backward", reduce))
+        stack.enter_context(patch.object(Pipeline, "_collect_tied_gradient", after_passes))
         stack.enter_context(patch.object(_Propagator, _PROPAGATE, apart))
         stack.enter_context(watch)
         yield

@@ -11,6 +11,7 @@ schedules r and 2p-1-r, on the way down and back up.
 from __future__ import annotations
 
 from collections import deque
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, fewest_micro_batches, next_micro_batches
@@ -54,10 +55,32 @@ def schedule_actions(
     """
     p, m, v = num_ranks, num_micro_batches, stages_per_rank
     check_schedule(schedule, p, m, v)
+    return [_of_rank(schedule, p, m, v, rank) for rank in range(p)]
+
+
+@lru_cache(maxsize=1024)
+def times_back(
+    schedule: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int, rank: int
+) -> tuple[int, ...]:
+    """By stage of a rank, in the model's order: how often a backward pass follows a forward pass of
+    the same stage. Raises as `schedule_actions`."""
+    p, m, v = num_ranks, num_micro_batches, stages_per_rank
+    check_schedule(schedule, p, m, v)
+    before: dict[int, str] = {}
+    found: dict[int, int] = {}
+    for action in _of_rank(schedule, p, m, v, rank):
+        stage = action.stage
+        turns = before.get(stage) == "F" and action.kind != "F"
+        found[stage] = found.get(stage, 0) + turns
+        before[stage] = action.kind
+    return tuple(number for _, number in sorted(found.items()))
+
+
+def _of_rank(schedule: str, p: int, m: int, v: int, rank: int) -> list[Action]:
     if schedule == "interleaved-1f1b":
-        return [_interleaved(p, m, v, rank) for rank in range(p)]
+        return _interleaved(p, m, v, rank)
     one = {"gpipe": _gpipe, "1f1b": _1f1b, "zbv": _zbv, "dualpipev": _dualpipev}[schedule]
-    return [one(p, m, rank) for rank in range(p)]
+    return one(p, m, rank)
 
 
 def check_schedule(schedule: str, p: int, m: int, v: int) -> None:
