@@ -22,8 +22,9 @@ from stepwell.data.store import StoreWriter
 from stepwell.metrics import read_lines
 from stepwell.models.flops import parameter_shapes
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.checkpoint import latest, load_weights
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.engine import Engine
+from stepwell.train.run_checkpoints import latest
 from stepwell.train.weights import TOKENIZER
 from tests.parallel.ranks import FORKSERVER
 

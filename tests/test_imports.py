@@ -43,6 +43,7 @@ WITHOUT_TORCH = [
     "launch.peers",
     "launch.slurm",
     "plan.memory.ledger",
+    "train.run_checkpoints",
     "plan.explain.page",
     "hardware",
     "metrics",

@@ -10,7 +10,7 @@ from stepwell import cli
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import load_hf, read_hf_config
 from stepwell.models.peft import load_peft, read_peft_config
-from stepwell.train.checkpoint import latest
+from stepwell.train.run_checkpoints import latest
 from stepwell.train.weights import checkpoint_weights, read_model
 
 ADAPTED = {

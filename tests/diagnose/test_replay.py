@@ -14,9 +14,9 @@ from stepwell.commands.replay import outcome
 from stepwell.config import Run
 from stepwell.diagnose.replay import load_run, replay
 from stepwell.metrics import read_lines
-from stepwell.train.checkpoint import step_folder
 from stepwell.train.engine import Engine
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import step_folder
 from stepwell.types import CheckpointError, ConfigError, DataError
 from tests import runs
 from tests.parallel.ranks import run_ranks

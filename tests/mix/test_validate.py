@@ -5,8 +5,8 @@ import pytest
 from stepwell.config import Run
 from stepwell.metrics import read_lines
 from stepwell.mix import sweep, validate
-from stepwell.train.checkpoint import latest
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import latest
 from stepwell.types import CheckpointError, ConfigError
 from tests.mix.test_sweep import recipe, stores  # noqa: F401
 

@@ -20,9 +20,10 @@ from stepwell.parallel.init import normal_
 from stepwell.plan.memory.ledger import nf4_bytes_per_parameter
 from stepwell.sections.methods import GRPO
 from stepwell.train.adapters import RECORD, resolve_adapter
-from stepwell.train.checkpoint import load_weights, read_state
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, cross_entropy
+from stepwell.train.run_checkpoints import read_state
 from stepwell.train.weights import (
     checkpoint_weights,
     drawn_weights,

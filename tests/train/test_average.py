@@ -16,9 +16,10 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.models.hf import load_hf, read_hf_config
 from stepwell.tokenizer import Tokenizer
 from stepwell.train.average import averaged, check_alike, choose, merge_weights
-from stepwell.train.checkpoint import load_weights, step_folder
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.engine import Engine
 from stepwell.train.heldout import heldout_loss, heldout_windows
+from stepwell.train.run_checkpoints import step_folder
 from stepwell.types import CheckpointError, ConfigError
 from tests import runs
 from tests.runs import MODEL, settings, words, write_store

@@ -16,20 +16,18 @@ from stepwell.parallel.mesh import Mesh, init_distributed
 from stepwell.sections.layout import LayoutConfig
 from stepwell.sections.optim import OptimConfig
 from stepwell.train import checkpoint
-from stepwell.train.checkpoint import (
+from stepwell.train.checkpoint import load_checkpoint, save_checkpoint, verify
+from stepwell.train.optim import build_optimizer
+from stepwell.train.run_checkpoints import (
     latest,
-    load_checkpoint,
     newest_until,
     prune,
     read_state,
     remove_after,
     remove_leftovers,
-    save_checkpoint,
     step_folder,
     steps_of,
-    verify,
 )
-from stepwell.train.optim import build_optimizer
 from stepwell.types import CheckpointError
 from tests.parallel.ranks import run_ranks
 
@@ -334,7 +332,8 @@ def test_too_little_free_space_is_refused_with_numbers(tmp_path, monkeypatch):
 _KILLED = """
 import sys, torch
 from stepwell.parallel.mesh import Mesh
-from stepwell.train.checkpoint import step_folder, save_checkpoint
+from stepwell.train.checkpoint import save_checkpoint
+from stepwell.train.run_checkpoints import step_folder
 mesh = Mesh(world=1, rank=0, local_rank=0, device=torch.device("cpu"))
 state = {f"w{i}": torch.zeros(1_000_000) for i in range(10)}
 for step in range(1, 1000):

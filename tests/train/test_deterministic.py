@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stepwell.config import Run
-from stepwell.train.checkpoint import latest
 from stepwell.train.engine import Engine
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import latest
 from tests import runs
 from tests.parallel.ranks import run_ranks
 from tests.runs import assert_equal, finish, measured, settings, words

@@ -16,7 +16,6 @@ from stepwell.diagnose.replay import replay
 from stepwell.metrics import read_events
 from stepwell.sections.optim import GuardConfig
 from stepwell.train import session
-from stepwell.train.checkpoint import read_state, step_folder, steps_of
 from stepwell.train.engine import Engine
 from stepwell.train.guard import Guard, GuardStop
 from stepwell.train.guard_events import (
@@ -28,6 +27,7 @@ from stepwell.train.guard_events import (
     stopped_after,
 )
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import read_state, step_folder, steps_of
 from stepwell.types import CheckpointError
 from tests.runs import MODEL, assert_equal, final_weights, measured, words
 from tests.train.test_guard_story import GLITCH, LENGTH, ROWS, of_kind, story

@@ -17,9 +17,9 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.data.store import StoreWriter
 from stepwell.metrics import read_events
-from stepwell.train.checkpoint import read_state, step_folder
 from stepwell.train.engine import Engine
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import read_state, step_folder
 from tests.parallel.ranks import run_ranks
 from tests.runs import MODEL, assert_equal, final_weights, finish, killed, measured, words
 

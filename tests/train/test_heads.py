@@ -9,7 +9,7 @@ from stepwell.data.loader import rank_rows
 from stepwell.generate import Request, Sampling
 from stepwell.models.flops import count_parameters, parameter_shapes
 from stepwell.parallel.mesh import init_distributed
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.forward import forward
 from stepwell.train.losses import (
@@ -263,5 +263,5 @@ def test_an_engine_trained_along_is_saved_and_goes_on_with_the_run(tmp_path):
     _, straight = train(4)
     for name in straight:
         assert torch.equal(resumed[name], straight[name]), name
-    steps = checkpoint.steps_of(tmp_path / "run")
-    assert checkpoint.steps_of(tmp_path / "run" / "critic") == steps
+    steps = run_checkpoints.steps_of(tmp_path / "run")
+    assert run_checkpoints.steps_of(tmp_path / "run" / "critic") == steps

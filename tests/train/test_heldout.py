@@ -12,7 +12,6 @@ from stepwell.data.batch import concat
 from stepwell.data.store import TokenStore
 from stepwell.metrics import read_lines
 from stepwell.models.transformer import ForwardOptions
-from stepwell.train.checkpoint import read_state
 from stepwell.train.engine import Engine
 from stepwell.train.heldout import (
     heldout_conversations,
@@ -21,6 +20,7 @@ from stepwell.train.heldout import (
     without_repeats,
 )
 from stepwell.train.pretrain import pretrain
+from stepwell.train.run_checkpoints import read_state
 from stepwell.types import ConfigError, DataError
 from tests import runs
 from tests.oracle import base_run, global_batch

@@ -18,8 +18,8 @@ from stepwell.config import Run
 from stepwell.data.curriculum import rows_given
 from stepwell.data.store import StoreWriter, TokenStore
 from stepwell.metrics import read_events, read_lines
-from stepwell.train.checkpoint import latest, read_state
 from stepwell.train.pretrain import open_data, open_stores, pretrain
+from stepwell.train.run_checkpoints import latest, read_state
 from stepwell.train.streams import stream_name
 from stepwell.types import ConfigError, DataError
 from tests import runs

@@ -8,7 +8,7 @@ import pytest
 from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_lines
-from stepwell.train.checkpoint import latest, read_state
+from stepwell.train.run_checkpoints import latest, read_state
 from stepwell.train.start import open_session
 from stepwell.types import DataError
 from tests import runs

@@ -12,8 +12,9 @@ from stepwell.models.hf import save_hf
 from stepwell.parallel.mesh import init_distributed
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.checkpoint import load_weights, read_state
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.engine import Engine
+from stepwell.train.run_checkpoints import read_state
 from stepwell.train.weights import (
     check_tokenizer,
     initial_weights,

@@ -53,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from stepwell.models.hf_reward import RewardNotes
-    from stepwell.train import average, checkpoint
+    from stepwell.train import average, run_checkpoints
 
     check_place(options.out, options.overwrite)
     folders = [Path(model) for model in options.models]
-    if checkpoint.is_run(folders[0]):
+    if run_checkpoints.is_run(folders[0]):
         if len(folders) > 1:
             raise ConfigError(
                 f"{folders[0]} is a run's folder and stands alone; to average over runs, name the "
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     warnings = average.kinship_warnings(folders)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    steps = [int(checkpoint.read_state(folder)["step"]) for folder in folders]
+    steps = [int(run_checkpoints.read_state(folder)["step"]) for folder in folders]
     shares = average.merge_weights(options.weights, steps, options.ema_decay)
     model = open_model(str(folders[-1]), options.tokenizer)
     model.weights = average.averaged(folders, shares, cfg)

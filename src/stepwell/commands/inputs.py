@@ -168,7 +168,7 @@ def open_model(name: str, tokenizer: str | None = None) -> Model:
 def last_run(folder: Path) -> Path | None:
     """The last stage of a quickstart's folder that has a checkpoint, or its exported model; None
     for any other folder, and where no stage has come that far."""
-    from stepwell.train.checkpoint import latest
+    from stepwell.train.run_checkpoints import latest
 
     if (folder / "run.toml").is_file() or not (folder / "quickstart.json").is_file():
         return None
@@ -226,7 +226,7 @@ def _open_gguf(path: Path) -> Model:
 
 
 def _open_checkpoint(path: Path) -> Model:
-    from stepwell.train.checkpoint import latest
+    from stepwell.train.run_checkpoints import latest
     from stepwell.train.weights import checkpoint_weights, read_model
 
     is_run = (path / "run.toml").is_file()

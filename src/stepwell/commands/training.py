@@ -211,7 +211,7 @@ def check_start(run: Run) -> list[str]:
                 f"{key}={place!r} lies in the run's own folder {run.dir}; choose another dir"
             )
     if run.checkpoint.branch_from is not None:
-        from stepwell.train.checkpoint import of_run_or_itself
+        from stepwell.train.run_checkpoints import of_run_or_itself
 
         of_run_or_itself(run.checkpoint.branch_from, "checkpoint.branch_from")
     return starts(run.method.kind).check(run)
@@ -246,7 +246,7 @@ def with_weights(run: Run) -> Run:
     init = run.model.init
     if init is None:
         return run
-    from stepwell.train.checkpoint import is_run, of_run_or_itself
+    from stepwell.train.run_checkpoints import is_run, of_run_or_itself
     from stepwell.train.weights import resolve
 
     if is_run(init):

@@ -125,7 +125,7 @@ class Scorer:
 def load_scorer(model: str, tokenizer: str | None, dtype: str, seq_len: int | None) -> Scorer:
     """Raises CheckpointError where there is no model or no tokenizer, and ConfigError for a
     tokenizer or a seq_len that doesn't fit the model."""
-    from stepwell.train.checkpoint import is_run, latest
+    from stepwell.train.run_checkpoints import is_run, latest
 
     folder = Path(model)
     if is_run(folder):

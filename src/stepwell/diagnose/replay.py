@@ -19,7 +19,7 @@ from stepwell.metrics import read_events, read_metrics
 from stepwell.parallel.mesh import all_gather_objects
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.engine import Engine, Stats
 from stepwell.train.folder import RECIPE
 from stepwell.train.guard import GuardStop, Verdict
@@ -85,7 +85,7 @@ def replay(folder: str | Path, step: int) -> Replay:
     check_step(folder, step, logged)
     start = starting_point(run, folder, step)
     engine, states = started(run, start)
-    made_by = checkpoint.read_state(start)["extra"].get(MACHINE, {}) if start else {}
+    made_by = run_checkpoints.read_state(start)["extra"].get(MACHINE, {}) if start else {}
     feed = Feed(run, folder, engine, states)
     loss = cross_entropy(run.loss)
     check = Check(logged, made_by)
@@ -222,10 +222,10 @@ def check_step(folder: Path, step: int, logged: Mapping[int, Any]) -> None:
 def starting_point(run: Run, folder: Path, step: int) -> Path | None:
     """The last checkpoint before `step`; None for the first weights, where these are not further
     away than checkpoints are from each other."""
-    steps = checkpoint.steps_of(folder)
+    steps = run_checkpoints.steps_of(folder)
     earlier = [found for found in steps if found < step]
     if earlier:
-        return checkpoint.step_folder(folder, max(earlier))
+        return run_checkpoints.step_folder(folder, max(earlier))
     from_first = run.checkpoint.every_steps if run.checkpoint.branch_from is None else 0
     if step <= from_first:
         return None

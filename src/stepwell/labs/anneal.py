@@ -41,7 +41,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.sections.data import first_step
 from stepwell.sections.optim import ScheduleConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import average, checkpoint
+from stepwell.train import average, checkpoint, run_checkpoints
 from stepwell.train.curriculum import lr_mass
 from stepwell.train.engine import Engine
 from stepwell.train.pretrain import pretrain
@@ -293,20 +293,22 @@ def _train(run: Run) -> None:
 
 def _engine(run: Run, arm: Arm, trunk: Run) -> Engine:
     """The trained model; of an averaged arm the mean from the trunk's last checkpoint on."""
-    folders = [checkpoint.step_folder(run.dir, step) for step in checkpoint.steps_of(run.dir)]
+    folders = [
+        run_checkpoints.step_folder(run.dir, step) for step in run_checkpoints.steps_of(run.dir)
+    ]
     if not arm.averaged:
         return Engine(run, checkpoint.load_weights(folders[-1], parameter_shapes(run.model)))
-    folders = [checkpoint.step_folder(trunk.dir, trunk.train.steps), *folders]
-    steps = [checkpoint.read_state(found)["step"] for found in folders]
+    folders = [run_checkpoints.step_folder(trunk.dir, trunk.train.steps), *folders]
+    steps = [run_checkpoints.read_state(found)["step"] for found in folders]
     weights = average.merge_weights("1-sqrt", steps)
     return Engine(run, average.averaged(folders, weights, average.check_alike(folders)))
 
 
 def _book_rows(run: Run, folder: Path) -> int:
     """Rows of books that the run has read, by the state of its streams."""
-    last = checkpoint.latest(run.dir)
+    last = run_checkpoints.latest(run.dir)
     assert last is not None
-    extra = checkpoint.read_state(last)["extra"]
+    extra = run_checkpoints.read_state(last)["extra"]
     given = rows_given({name: extra[name] for name in streams_of(run.data) if name in extra})
     return given[TokenStore.open(folder / "books").fingerprint]
 

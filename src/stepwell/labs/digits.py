@@ -27,7 +27,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.posttrain.reward_model.prm import hard_labels
 from stepwell.posttrain.reward_model.search import Path as Answer
 from stepwell.posttrain.sft import sft
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.weights import TOKENIZER
 
@@ -154,7 +154,7 @@ def make_policy(world: World, num_chains: int, steps: int) -> str:
     Engine(world.run("sft", "none")).save(base, {TOKENIZER: TOKENIZER_OF_DIGITS.fingerprint}).wait()
     run = world.run("sft", "policy", **{"model.init": str(base)}, **values)
     sft(run, TOKENIZER_OF_DIGITS)
-    return str(checkpoint.latest(run.dir))
+    return str(run_checkpoints.latest(run.dir))
 
 
 def draw_habits(rng: np.random.Generator) -> Habits:

@@ -34,7 +34,7 @@ from stepwell.posttrain.preference.rows import Rows
 from stepwell.posttrain.preference.scored_references import document_totals
 from stepwell.posttrain.sft import sft
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.weights import TOKENIZER
 
@@ -253,7 +253,7 @@ class World(NamedTuple):
         more = {"train.steps": steps, "train.global_batch_rows": 8, "train.micro_batch_rows": 8}
         more |= {"optim.lr": lr, "optim.schedule.warmup_steps": 5, "model.init": str(base)}
         sft(self.run("sft", name, name, **more), self.tokenizer)
-        return str(checkpoint.latest(self.folder / name))
+        return str(run_checkpoints.latest(self.folder / name))
 
     def totals(self, init: str, pairs: str) -> np.ndarray:
         """(pairs, 2): log-probabilities of chosen and rejected answers under a model."""
@@ -316,7 +316,7 @@ def implicit_reward(world: World, size: Size) -> dict[str, Any]:
     }
     dpo(world.run("dpo", "learnt", "judged", **values), world.tokenizer)
     before = world.totals(reference, "unseen")
-    after = world.totals(str(checkpoint.latest(world.folder / "learnt")), "unseen")
+    after = world.totals(str(run_checkpoints.latest(world.folder / "learnt")), "unseen")
     implicit = BETA * ((after - before)[:, 0] - (after - before)[:, 1])
     wanted = np.array([gold(row["chosen"]) - gold(row["rejected"]) for row in heldout])
     # Which answer was chosen would tell; which came first does not.
@@ -377,7 +377,7 @@ def _arm(world: World, name: str, arm: Arm, taught: str, size: Size) -> dict[str
     run = world.run("dpo", name, arm.pairs, **values)
     dpo(run, world.tokenizer)
     before = world.totals(taught, arm.pairs)
-    after = world.totals(str(checkpoint.latest(run.dir)), arm.pairs)
+    after = world.totals(str(run_checkpoints.latest(run.dir)), arm.pairs)
     gained, lines = after - before, read_metrics(run.dir)
     return {
         "chosen": float(gained[:, 0].mean()),

@@ -18,7 +18,7 @@ from stepwell.posttrain.chain_sum import problems
 from stepwell.posttrain.sft import sft
 from stepwell.posttrain.verifiers.exact import exact
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.weights import TOKENIZER
 
@@ -74,7 +74,7 @@ class World(NamedTuple):
 
     def engine(self, run: Run, folder: str | Path, **more: Any) -> Engine:
         """Of the weights in the last checkpoint of a run's folder, or in a checkpoint."""
-        place = checkpoint.latest(folder) or Path(folder)
+        place = run_checkpoints.latest(folder) or Path(folder)
         return Engine(run, checkpoint.load_weights(place, parameter_shapes(run.model)), **more)
 
     def prompts(self, name: str) -> list[Prompt]:
@@ -122,7 +122,7 @@ def make_world(folder: Path, seed: int, size: Size) -> tuple[World, str]:
         },
     )
     sft(run, tokenizer)
-    return world, str(checkpoint.latest(run.dir))
+    return world, str(run_checkpoints.latest(run.dir))
 
 
 def _row(problem: Any, worked: bool = True) -> dict[str, Any]:

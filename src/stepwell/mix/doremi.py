@@ -23,10 +23,11 @@ from stepwell.data.store import TokenStore
 from stepwell.models.flops import parameter_shapes
 from stepwell.models.transformer import TokenOutputs
 from stepwell.parallel.mesh import Mesh, all_reduce_sum
-from stepwell.train.checkpoint import load_weights, of_run_or_itself
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.engine import Engine
 from stepwell.train.losses import Loss, LossSums, masked_sum
 from stepwell.train.pretrain import open_stores
+from stepwell.train.run_checkpoints import of_run_or_itself
 from stepwell.train.session import Session
 from stepwell.train.start import open_session
 from stepwell.train.streams import Stream

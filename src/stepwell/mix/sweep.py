@@ -393,9 +393,9 @@ def trained(job: Job) -> tuple[dict[str, float], float]:
 def score(run: Run, targets: Sequence[Domain]) -> dict[str, float]:
     """Mean held-out loss (nats a token) of the run's last checkpoint on each target, on the same
     train.eval_rows rows for every run."""
-    from stepwell.train.checkpoint import latest
     from stepwell.train.engine import Engine
     from stepwell.train.heldout import heldout_loss, heldout_windows
+    from stepwell.train.run_checkpoints import latest
 
     engine, last = Engine(run), latest(run.dir)
     assert last is not None

@@ -15,8 +15,8 @@ from stepwell.config import Run
 from stepwell.files import write_text
 from stepwell.mix.files import check_plan, read_lines
 from stepwell.mix.sweep import Domain, finished, overread, sources_of
-from stepwell.train.checkpoint import of_run_or_itself, read_state
 from stepwell.train.lock import folder_lock
+from stepwell.train.run_checkpoints import of_run_or_itself, read_state
 from stepwell.train.schedule import lr_fraction
 from stepwell.types import CheckpointError, ConfigError
 

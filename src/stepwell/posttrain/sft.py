@@ -24,7 +24,7 @@ from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.first_model import check_first_model
 from stepwell.sections.methods import SFT
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.heldout import heldout_conversations, heldout_loss, heldout_windows
 from stepwell.train.losses import cross_entropy
 from stepwell.train.pretrain import open_stores
@@ -113,7 +113,7 @@ def render(run: Run, path: str, name: str, tokenizer: Tokenizer) -> list[dict[st
     note = folder.with_name(f"{name}.origin.json")
     known = json.loads(note.read_text("utf-8")) if note.exists() else None
     counts = known.pop("counts", None) if known is not None else None
-    if known != origin and known is not None and checkpoint.latest(run.dir) is not None:
+    if known != origin and known is not None and run_checkpoints.latest(run.dir) is not None:
         changed = [key for key in origin if known.get(key) != origin[key]]
         raise ConfigError(
             f"{run.dir} was trained on rows of another {' and '.join(changed)}; choose another "

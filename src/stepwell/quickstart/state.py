@@ -152,7 +152,7 @@ def load_prompts(state: Quickstart, name: str) -> list[Prompt]:
 
 def init_of(state: Quickstart, stage: str) -> str:
     """The last checkpoint of a stage, or the name of the real model in its place."""
-    from stepwell.train.checkpoint import latest
+    from stepwell.train.run_checkpoints import latest
 
     if state.base == "smollm2" and stage in ("pretrain", "base"):
         return "smollm2"

@@ -19,7 +19,7 @@ from stepwell.models.quantize import dequantise_nf4, quantise_nf4
 from stepwell.parallel.adapters import copy_full, merged
 from stepwell.parallel.fsdp import DTYPES
 from stepwell.sections.model import LoraConfig, ModelConfig
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.types import CheckpointError, ConfigError
 
 RECORD = "adapter"  # in a checkpoint's state
@@ -161,8 +161,8 @@ class StoredAdapter:
 def open_adapter(path: str | Path, key: str = "model") -> StoredAdapter:
     """Of a run's last checkpoint, or a checkpoint. key: what named it. Raises CheckpointError where
     there are none."""
-    folder = checkpoint.of_run_or_itself(path, key)
-    record = checkpoint.read_state(folder).get(RECORD)
+    folder = run_checkpoints.of_run_or_itself(path, key)
+    record = run_checkpoints.read_state(folder).get(RECORD)
     if record is None:
         raise CheckpointError(f"{key}={str(path)!r} holds a whole model, no adapter")
     return StoredAdapter(folder, _settings(record), record["base"]["init"])
@@ -247,7 +247,7 @@ def _check_base_of_init(run: Run, fingerprint: str) -> None:
     assert init is not None
     if not is_peft(init):
         folder = open_adapter(init, "lora.init").folder
-        _check_base(folder, checkpoint.read_state(folder)[RECORD], fingerprint)
+        _check_base(folder, run_checkpoints.read_state(folder)[RECORD], fingerprint)
 
 
 # --- merged --------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.sections.model import ModelConfig
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.weights import known_tokenizer, read_model
 from stepwell.types import CheckpointError, ConfigError
 
@@ -52,7 +52,7 @@ def merge_weights(kind: Kind, steps: Sequence[int], ema_decay: float = 0.8) -> l
 def choose(run_dir: str | Path, last: int | None, from_step: int | None) -> list[Path]:
     """The last so many checkpoints of a run, or all from a step on. Raises CheckpointError if that
     is fewer than two, or than `last`."""
-    steps = checkpoint.steps_of(run_dir)
+    steps = run_checkpoints.steps_of(run_dir)
     chosen = [step for step in steps if from_step is None or step >= from_step]
     chosen = chosen[-last:] if last is not None else chosen
     if len(chosen) < max(2, last or 0):
@@ -68,7 +68,7 @@ def choose(run_dir: str | Path, last: int | None, from_step: int | None) -> list
             f"{asked} finds {len(chosen)} of the checkpoints of {run_dir} (steps {shown}); "
             f"{advice} (a larger checkpoint.keep_last keeps more)"
         )
-    return [checkpoint.step_folder(run_dir, step) for step in chosen]
+    return [run_checkpoints.step_folder(run_dir, step) for step in chosen]
 
 
 def check_alike(folders: Sequence[Path]) -> ModelConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.config import Run
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.types import ConfigError
 
 RECIPE = "run.toml"
@@ -32,7 +32,7 @@ FREE_KEYS = (
 def check_folder(run: Run, others: Iterable[str] = ()) -> Path | None:
     """The last checkpoint in the run's folder, which a killed process's leftovers are cleared from,
     as its folders `others` are. Refuses a folder whose checkpoints belong to a different run."""
-    latest, path = checkpoint.latest(run.dir), Path(run.dir) / RECIPE
+    latest, path = run_checkpoints.latest(run.dir), Path(run.dir) / RECIPE
     if path.exists() and latest is not None:
         changed = differing_keys(Run.load(path), run)
         if changed:
@@ -43,20 +43,20 @@ def check_folder(run: Run, others: Iterable[str] = ()) -> Path | None:
                 f"checkpoint.branch_from={run.dir!r}"
             )
     for folder in (run.dir, *(Path(run.dir) / name for name in others)):
-        checkpoint.remove_leftovers(folder)
+        run_checkpoints.remove_leftovers(folder)
     return latest
 
 
 def is_finished(run: Run) -> bool:
     """Whether the run's folder holds this very run, done; only reads."""
-    path, latest = Path(run.dir) / RECIPE, checkpoint.latest(run.dir)
+    path, latest = Path(run.dir) / RECIPE, run_checkpoints.latest(run.dir)
     if latest is None or not path.is_file():
         return False
     old = Run.load(path)
     # `method.epochs` has cut the steps of the one that was saved.
     changed = set(differing_keys(old, run))
     changed -= {"train.steps"} if getattr(run.method, "epochs", None) else set()
-    return not changed and checkpoint.read_state(latest)["step"] >= old.train.steps
+    return not changed and run_checkpoints.read_state(latest)["step"] >= old.train.steps
 
 
 def differing_keys(old: Run, new: Run) -> list[str]:

@@ -28,7 +28,7 @@ from stepwell.parallel.mesh import (
     barrier,
     on_main,
 )
-from stepwell.train import checkpoint, shadow
+from stepwell.train import checkpoint, run_checkpoints, shadow
 from stepwell.train.engine import Engine, Stats, StepInfo
 from stepwell.train.folder import RECIPE
 from stepwell.train.guard import GuardStop, Verdict
@@ -184,7 +184,7 @@ class Session:
         """How the step can be looked at again, for its event."""
         if is_overflow(details):
             return {}
-        steps = on_main(lambda: checkpoint.steps_of(self.dir), self.engine.mesh)
+        steps = on_main(lambda: run_checkpoints.steps_of(self.dir), self.engine.mesh)
         if self._saving is not None:
             steps.append(self._last_saved)
         command = replay_command(self.run, step, steps)
@@ -218,7 +218,7 @@ class Session:
         engine, guard, config = self.engine, self.engine.guard, self.run.guard
         before, bad_step = guard.state(), engine.step
         newest = bad_step - config.suspect_steps * steps_per_batch
-        target = on_main(lambda: checkpoint.newest_until(self.dir, newest), engine.mesh)
+        target = on_main(lambda: run_checkpoints.newest_until(self.dir, newest), engine.mesh)
         extra = engine.load(target)
         for name, other in self.others.items():
             other.load(beside(target, name))
@@ -396,15 +396,15 @@ class Session:
         if evaluated == step:
             extra[METRICS] = metrics
         for name, other in self.others.items():
-            other.save(checkpoint.step_folder(self.dir / name, step), {}).wait()
-        self._saving = self.engine.save(checkpoint.step_folder(self.dir, step), extra)
+            other.save(run_checkpoints.step_folder(self.dir / name, step), {}).wait()
+        self._saving = self.engine.save(run_checkpoints.step_folder(self.dir, step), extra)
         self._last_saved = step
 
     def remove_after(self, step: int) -> None:
         """Removes the checkpoints of later steps, those of the other engines too."""
         if self.engine.mesh.is_main:
             for folder in (self.dir, *(self.dir / name for name in self.others)):
-                checkpoint.remove_after(folder, step)
+                run_checkpoints.remove_after(folder, step)
 
     def wait(self) -> None:
         """Until the checkpoint under way is complete; then old ones are removed."""
@@ -415,10 +415,12 @@ class Session:
         barrier(self.engine.mesh)
         if self.engine.mesh.is_main:
             keep = self.run.checkpoint
-            wanted = kept_for_replay(read_events(self.dir), checkpoint.steps_of(self.dir))
-            checkpoint.prune(self.dir, keep.keep_last, keep.keep_best, keep_also=wanted)
+            wanted = kept_for_replay(read_events(self.dir), run_checkpoints.steps_of(self.dir))
+            run_checkpoints.prune(self.dir, keep.keep_last, keep.keep_best, keep_also=wanted)
             for name in self.others:
-                checkpoint.prune(self.dir / name, 1, keep_also=checkpoint.steps_of(self.dir))
+                run_checkpoints.prune(
+                    self.dir / name, 1, keep_also=run_checkpoints.steps_of(self.dir)
+                )
 
 
 def open_log(run: Run, engine: Engine, console: bool, fresh: bool) -> RunLog:

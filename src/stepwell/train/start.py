@@ -20,7 +20,7 @@ from stepwell.parallel.mesh import (
     init_distributed,
     on_main,
 )
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.folder import RECIPE, check_folder
 from stepwell.train.guard import Guard
@@ -140,7 +140,7 @@ def _started(
     branch = run.checkpoint.branch_from
     start = latest
     if start is None and branch is not None:
-        start = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
+        start = run_checkpoints.of_run_or_itself(branch, "checkpoint.branch_from")
     if start is None and weights is None:
         weights = initial_weights(run.model, run.train.seed)
     engine = Engine(run, base_weights(run, weights) if start else weights, mesh)

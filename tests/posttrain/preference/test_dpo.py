@@ -17,8 +17,8 @@ from stepwell.posttrain.preference.dpo import dpo
 from stepwell.posttrain.preference.rows import load_rows, step_numbers
 from stepwell.posttrain.preference.scored_references import FILE, document_totals, read_scores
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.checkpoint import latest
 from stepwell.train.engine import Engine
+from stepwell.train.run_checkpoints import latest
 from stepwell.train.weights import initial_weights
 from stepwell.types import ConfigError, TrainingError
 from tests import runs

@@ -26,8 +26,9 @@ from stepwell.posttrain.sampling.server import (
 )
 from stepwell.posttrain.verifiers.exact import regex
 from stepwell.tokenizer import Tokenizer
-from stepwell.train.checkpoint import latest, load_weights
+from stepwell.train.checkpoint import load_weights
 from stepwell.train.losses import cross_entropy
+from stepwell.train.run_checkpoints import latest
 from stepwell.train.start import open_session
 from stepwell.types import ConfigError
 from tests import runs

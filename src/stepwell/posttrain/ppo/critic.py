@@ -16,7 +16,7 @@ from stepwell.data.batch import Batch
 from stepwell.models.transformer import TokenOutputs
 from stepwell.sections.methods import PPO
 from stepwell.sections.model import ModelConfig
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.losses import Loss, LossSums, masked_sum
 from stepwell.train.weights import read_model
 from stepwell.types import ConfigError
@@ -57,7 +57,7 @@ def critic_run(run: Run) -> Run | None:
 def _critic_model(run: Run, init: str) -> ModelConfig:
     """The dimensions of the model at `init` (a run's folder, a checkpoint, a Hugging Face folder,
     a .gguf file), with a score."""
-    init = str(checkpoint.latest(init) or init)
+    init = str(run_checkpoints.latest(init) or init)
     found = read_model(init, "method.critic_init")
     if found.has_score and found.num_labels != 1:
         raise ConfigError(

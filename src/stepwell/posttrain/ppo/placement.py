@@ -24,7 +24,7 @@ from stepwell.posttrain.rewards.composite import Rewards, reward_terms
 from stepwell.sections.methods import GRPO, PPO, OnlineDPO, SampledMethod
 from stepwell.sections.model import LoraConfig, ModelConfig
 from stepwell.sections.rewards import RewardTerm
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.weights import initial_weights, read_model
 from stepwell.types import ConfigError
@@ -165,7 +165,7 @@ def first_weights(run: Run) -> Weights | None:
     """Of `model.init`, or of the checkpoint that a branch came from."""
     branch = run.checkpoint.branch_from
     if run.model.init is None and branch is not None:
-        folder = checkpoint.of_run_or_itself(branch, "checkpoint.branch_from")
+        folder = run_checkpoints.of_run_or_itself(branch, "checkpoint.branch_from")
         return initial_weights(run.model.model_copy(update={"init": str(folder)}), run.train.seed)
     return initial_weights(run.model, run.train.seed)
 

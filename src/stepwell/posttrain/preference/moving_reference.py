@@ -10,7 +10,7 @@ from stepwell.data.batch import Batch
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.mesh import on_main
 from stepwell.posttrain.ppo.placement import open_reference
-from stepwell.train import checkpoint
+from stepwell.train import checkpoint, run_checkpoints
 from stepwell.train.session import Session
 
 # Where its weights are kept, as checkpoints, in the run's folder; and what the run's own
@@ -26,7 +26,7 @@ class MovingReference:
     ):
         self.session, self.step = session, 0
         self._first = weights
-        on_main(lambda: checkpoint.remove_leftovers(session.dir / FOLDER), session.engine.mesh)
+        on_main(lambda: run_checkpoints.remove_leftovers(session.dir / FOLDER), session.engine.mesh)
         self._held = open_reference(session.run, session.engine, session.engine.mesh, weights)
         self.go_to(step)
 
@@ -43,8 +43,8 @@ class MovingReference:
         session.wait()  # a checkpoint under way uses the same group, and counts below
         self._write()
         if engine.mesh.is_main:
-            wanted = [state.get(KEY, 0) for state in checkpoint.loop_states(session.dir)]
-            checkpoint.prune(session.dir / FOLDER, 1, keep_also=wanted)
+            wanted = [state.get(KEY, 0) for state in run_checkpoints.loop_states(session.dir)]
+            run_checkpoints.prune(session.dir / FOLDER, 1, keep_also=wanted)
         session.log.event("reference", engine.step, is_policy_of_step=engine.step)
         session.pause()
 
@@ -58,12 +58,12 @@ class MovingReference:
         if step == 0:
             self._held = open_reference(run, engine, engine.mesh, self._first)
             return
-        own, trunk = checkpoint.step_folder(self.session.dir / FOLDER, step), None
+        own, trunk = run_checkpoints.step_folder(self.session.dir / FOLDER, step), None
         if run.checkpoint.branch_from is not None and not own.exists():
-            trunk = checkpoint.of_run_or_itself(
+            trunk = run_checkpoints.of_run_or_itself(
                 run.checkpoint.branch_from, "checkpoint.branch_from"
             ).parents[1]
-        place = own if trunk is None else checkpoint.step_folder(trunk / FOLDER, step)
+        place = own if trunk is None else run_checkpoints.step_folder(trunk / FOLDER, step)
         shapes = parameter_shapes(run.model.model_copy(update={"head": "lm"}))
         self._held.become(checkpoint.load_weights(place, shapes))
         if trunk is not None:
@@ -71,7 +71,7 @@ class MovingReference:
 
     def _write(self) -> None:
         """Every rank must call it together, with no checkpoint under way."""
-        place = checkpoint.step_folder(self.session.dir / FOLDER, self.step)
+        place = run_checkpoints.step_folder(self.session.dir / FOLDER, self.step)
         with self._held.weights() as weights:
             mesh, state = self.session.engine.mesh, {"step": self.step}
             checkpoint.save_checkpoint(place, weights, {}, state, mesh).wait()

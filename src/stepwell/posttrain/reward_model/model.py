@@ -31,7 +31,7 @@ from stepwell.posttrain.reward_model.rows import ROUND
 from stepwell.sections.layout import LayoutConfig
 from stepwell.sections.model import ModelConfig
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.engine import Engine
 from stepwell.train.weights import check_tokenizer, initial_weights, kind_of, read_model
 from stepwell.types import CheckpointError, ConfigError, DataError
@@ -227,9 +227,9 @@ def reward_folder(folder: str | Path) -> Path:
     """Where the model is that a reward's source names: a run's last checkpoint, or `folder` itself.
     Raises CheckpointError where there is none."""
     path = Path(folder)
-    if checkpoint.is_run(path):
-        return checkpoint.of_run_or_itself(path, "the reward model")
-    if not any((path / name).is_file() for name in ("config.json", checkpoint.STATE)):
+    if run_checkpoints.is_run(path):
+        return run_checkpoints.of_run_or_itself(path, "the reward model")
+    if not any((path / name).is_file() for name in ("config.json", run_checkpoints.STATE)):
         raise CheckpointError(
             f"the reward model {str(folder)!r} is no model: give the folder of a run of `stepwell "
             "reward` (its last checkpoint), one of its checkpoints, or a Hugging Face folder of a "
@@ -240,11 +240,11 @@ def reward_folder(folder: str | Path) -> Path:
 
 def score_notes(path: Path) -> RewardNotes:
     """What is known of the scores of a run, a checkpoint or a Hugging Face folder."""
-    if checkpoint.is_run(path):
-        path = checkpoint.of_run_or_itself(path, "the reward model")
+    if run_checkpoints.is_run(path):
+        path = run_checkpoints.of_run_or_itself(path, "the reward model")
     if kind_of(str(path)) == "hf":
         return read_hf_notes(path)
-    metrics = checkpoint.read_state(path).get("extra", {}).get("metrics", {})
+    metrics = run_checkpoints.read_state(path).get("extra", {}).get("metrics", {})
     return RewardNotes(None, metrics.get(MEAN), metrics.get(SD))
 
 

@@ -34,7 +34,7 @@ from stepwell.posttrain.sampling.journal import Journal, Journaled, Source, Stop
 from stepwell.posttrain.sampling.served import ServedPolicy
 from stepwell.sections.methods import SampledMethod
 from stepwell.tokenizer import Tokenizer
-from stepwell.train import checkpoint
+from stepwell.train import run_checkpoints
 from stepwell.train.session import Session
 from stepwell.types import StepwellError
 
@@ -282,7 +282,7 @@ class RolloutStream:
         """Removes the rollouts that no checkpoint goes back to."""
         session = self.session
         # Asked of the rank that removes checkpoints: to another one they vanish as it reads.
-        states = on_main(lambda: checkpoint.loop_states(session.dir), session.engine.mesh)
+        states = on_main(lambda: run_checkpoints.loop_states(session.dir), session.engine.mesh)
         first = min((state.get(COUNT, 0) for state in states), default=0)
         for path in self._folder.glob(f"*.{self._rank}.*"):
             if int(path.name[:8]) < first:
