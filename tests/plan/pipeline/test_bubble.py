@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from stepwell.parallel.schedules import bubble_fraction
-from stepwell.plan.footprint.pieces import held_by_stages
+from stepwell.plan.footprint.pieces import moments_of_stages
 from stepwell.plan.pipeline.actions import Action, Actions, schedule_actions
 from stepwell.plan.pipeline.bubble import (
     Costs,
@@ -262,7 +262,8 @@ def test_the_ledger_holds_as_many():
             continue
         found = simulate_schedule(schedule, p, m, v).peak_in_flight_of_ranks
         ledger = [
-            max(sum(held) for held in held_by_stages(schedule, p, v, rank, m)) for rank in range(p)
+            max(sum(moment.held) for moment in moments_of_stages(schedule, p, v, rank, m))
+            for rank in range(p)
         ]
         if schedule in ("zbv", "dualpipev"):
             assert all(a <= b <= max(found) + 1 for a, b in zip(found, ledger, strict=True))

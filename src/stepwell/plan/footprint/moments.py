@@ -6,7 +6,8 @@ Of our own engine these are the phases of `plan/memory`, on the dimensions alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator
+from operator import mul
 from typing import NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
@@ -22,32 +23,52 @@ from stepwell.plan.footprint.activations import (
     tokens_of,
 )
 from stepwell.plan.footprint.kept import group_of, kept_before, kept_by, num_groups
-from stepwell.plan.footprint.pieces import Pieces, held_by_stages, pieces_of_rank, target_sizes
+from stepwell.plan.footprint.pieces import (
+    Phase,
+    Pieces,
+    fullest,
+    moments_of_stages,
+    pieces_of_rank,
+    target_sizes,
+)
 from stepwell.plan.footprint.state import State, state_of
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.memory.host import PROCESS_BYTES, batch_bytes
 
 OFFLOAD_WINDOW = 16  # tensors on their way (plan/memory/ledger)
 
+PHASES: tuple[Phase, ...] = ("backward", "loss", "embedding")
+
 Items = dict[str, float]
 
 
+class Now(NamedTuple):
+    """A backward pass of a pipeline rank, and what to look at there. at_work: the blocks of its
+    stage; kept: by it, of this micro-batch. waiting: of other stages and micro-batches meanwhile;
+    messages: the pipeline's buffers. gradients: bytes of the stages that have had one already;
+    fresh: this one has not."""
+
+    phases: Collection[Phase]
+    at_work: range
+    kept: Modules
+    waiting: Modules
+    messages: float
+    gradients: float
+    fresh: bool
+
+
 class Rank(NamedTuple):
-    """What the moments of a pipeline rank's step are made of, in bytes. at_work: the blocks of the
-    stage which adds the most; kept: by it, of one micro-batch. waiting: of other stages and
-    micro-batches meanwhile. messages: the pipeline's buffers. root: saved around the blocks.
-    workspace: inside a block's backward pass. accumulates: over micro-batches. alone: without other
-    ranks."""
+    """What the moments of a pipeline rank's step are made of, in bytes. times: of its passes;
+    now: the one that is asked about. root: saved around the blocks. workspace: inside a block's
+    backward pass. accumulates: over micro-batches. alone: without other ranks."""
 
     job: Job
     pieces: Pieces
     state: State
     dense: Block
     sparse: Block
-    at_work: range
-    kept: Modules
-    waiting: Modules
-    messages: float
+    times: tuple[Now, ...]
+    now: Now
     root: float
     workspace: float
     accumulates: bool
@@ -58,17 +79,16 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
     """dense, sparse: a block with an ordinary MLP, and one of experts (`block_of`)."""
     dims, layout = job.dims, job.layout
     pieces = pieces_of_rank(dims, layout, pp_rank)
-    at_work, kept, waiting, messages = _activations(layout, pieces, pp_rank, dense, sparse)
+    state = state_of(dims, layout, pieces)
+    times = _times(layout, pieces, state, pp_rank, dense, sparse)
     return Rank(
         job=job,
         pieces=pieces,
-        state=state_of(dims, layout, pieces),
+        state=state,
         dense=dense,
         sparse=sparse,
-        at_work=at_work,
-        kept=kept,
-        waiting=waiting,
-        messages=messages,
+        times=times,
+        now=times[0],
         root=_root(dims, layout, pieces),
         workspace=_workspace(dims, layout, experts=pieces.sparse > 0),
         accumulates=layout.num_micro_batches > 1,
@@ -77,32 +97,28 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
 
 
 def moments_of(rank: Rank) -> dict[str, Items]:
-    """Bytes by kind at each moment of the rank's step.
-
-    gpipe's first backward pass finds all micro-batches' activations but no gradients yet, the
-    second one micro-batch less.
-    """
-    if rank.job.layout.schedule != "gpipe" or rank.job.layout.pp == 1:
-        return _moments(rank)
-    first = _moments(rank._replace(accumulates=False))
-    less = rank.waiting.plus(rank.kept.times(-1)) if rank.accumulates else rank.waiting
-    later = _moments(rank._replace(waiting=less))
-    return {name: max(first[name], later[name], key=lambda x: sum(x.values())) for name in first}
-
-
-def _moments(rank: Rank) -> dict[str, Items]:
+    """Bytes by kind at each moment of the rank's step."""
     moments = {"optimizer": _step(rank)}
-    inside = [_backward(rank, number) for number in _numbers(rank)]
-    if inside:
-        moments["backward"] = max(inside, key=lambda items: sum(items.values()))
-        moments["end of backward"] = inside[0]
-    if rank.pieces.last:
-        moments["loss"] = _loss(rank)
-    if rank.pieces.first:
-        moments["embedding"] = _embedding(rank)
     if not rank.alone and not rank.state.always:
         moments["reduction"] = _reduction(rank)
+    for now in rank.times:
+        for name, items in _moments(rank._replace(now=now)):
+            if sum(items.values()) > sum(moments.get(name, {}).values()):
+                moments[name] = items
     return moments
+
+
+def _moments(rank: Rank) -> Iterator[tuple[str, Items]]:
+    phases, inside = rank.now.phases, []
+    if "backward" in phases:
+        inside = [_backward(rank, number) for number in _numbers(rank)]
+    if inside:
+        yield "backward", max(inside, key=lambda items: sum(items.values()))
+        yield "end of backward", inside[0]
+    if rank.pieces.last and "loss" in phases:
+        yield "loss", _loss(rank)
+    if rank.pieces.first and "embedding" in phases:
+        yield "embedding", _embedding(rank)
 
 
 def host_of(rank: Rank) -> Items:
@@ -113,7 +129,7 @@ def host_of(rank: Rank) -> Items:
         kind = "parameters" if layout.offload_parameters else "optimizer"
         found[f"offload.{kind}"] = state.host
     if layout.offload_activations:
-        found["offload.activations"] = rank.kept.total
+        found["offload.activations"] = rank.now.kept.total
     if state.staged:
         found["checkpoint"] = state.staged
     rows = layout.global_batch_rows
@@ -125,39 +141,50 @@ def host_of(rank: Rank) -> Items:
 # --- activations -----------------------------------------------------------------------------
 
 
-def _activations(
-    layout: Arrangement, pieces: Pieces, pp_rank: int, dense: Block, sparse: Block
-) -> tuple[range, Modules, Modules, float]:
+def _times(
+    layout: Arrangement, pieces: Pieces, state: State, pp_rank: int, dense: Block, sparse: Block
+) -> tuple[Now, ...]:
+    """The fullest of its passes."""
     kept = [kept_by(dense, d, layout).plus(kept_by(sparse, s, layout)) for d, s in pieces.stages]
     stages = [range(d.start, s.stop) for d, s in pieces.stages]
-    restored = [_restored(layout, blocks, sparse if pieces.sparse else dense) for blocks in stages]
-    place = max(range(len(kept)), key=lambda i: (restored[i], kept[i].total))
-    at_work, most = stages[place], kept[place]
     if layout.pp == 1:
-        return at_work, most, Modules(), 0.0
-    held, x = _most_held(layout, pp_rank, kept), dense.input.total
-    pairs, waiting = sum(held) - 1, most.times(-1)
-    for modules, number in zip(kept, held, strict=True):
-        waiting = waiting.plus(modules.times(number))
-    if layout.program != "stepwell":
-        return at_work, most, waiting, 2 * x  # what comes in, and a gradient
+        return (Now(PHASES, stages[0], kept[0], Modules(), 0.0, 0.0, True),)
+    restored = [_restored(layout, blocks, sparse if pieces.sparse else dense) for blocks in stages]
+    sums, totals = _sums(layout, pieces, state), [modules.total for modules in kept]
+    v, m = layout.stages_per_rank, layout.num_micro_batches
+    moments = moments_of_stages(layout.schedule, layout.pp, v, pp_rank, m)
+    times, columns, x = [], [*zip(*kept, strict=True)], dense.input.total
     # What is under way: an activation or a gradient at each end of a stage; and what each gave.
+    # Elsewhere what comes in, and a gradient.
     ends = 2 * len(kept) - pieces.first - pieces.last
-    return at_work, most, waiting, (ends + pairs) * x
+    for moment, phases in fullest(moments, totals, restored, sums).items():
+        place, held, summed = moment
+        others = (*held[:place], held[place] - 1, *held[place + 1 :])
+        waiting = Modules(*(sum(map(mul, of_stages, others)) for of_stages in columns))
+        messages = x * (ends + sum(held) - 1 if layout.program == "stepwell" else 2)
+        done = sum(map(mul, sums, summed))
+        fresh = not summed[place]
+        times.append(Now(phases, stages[place], kept[place], waiting, messages, done, fresh))
+    return tuple(times)
+
+
+def _sums(layout: Arrangement, pieces: Pieces, state: State) -> list[float]:
+    """Gradients of each stage, as they wait for the last micro-batch: undivided."""
+    if state.always or layout.release_gradients:
+        return [0.0] * len(pieces.stages)
+    found = [(len(d) + len(s)) * state.block_whole for d, s in pieces.stages]
+    if pieces.first and pieces.last:
+        found[0] += min(state.embedding, state.root_whole)
+        found[-1] += max(0.0, state.root_whole - state.embedding)
+    elif pieces.first or pieces.last:
+        found[0 if pieces.first else -1] += state.root_whole
+    return [master_bytes(layout) * elements for elements in found]
 
 
 def _restored(layout: Arrangement, blocks: range, block: Block) -> float:
     """What recomputation brings back of a stage in which only some blocks are computed again."""
     some = layout.recompute == "every" and chosen_blocks(blocks, layout.recompute_every)
     return block.all.total - block.input.total if some else 0.0
-
-
-def _most_held(layout: Arrangement, pp_rank: int, kept: Sequence[Modules]) -> tuple[float, ...]:
-    """Of each stage, the micro-batches that wait when they keep the most; one is at work."""
-    v, m = layout.stages_per_rank, layout.num_micro_batches
-    moments = held_by_stages(layout.schedule, layout.pp, v, pp_rank, m)
-    sizes = [modules.total for modules in kept]
-    return max(moments, key=lambda held: sum(a * b for a, b in zip(held, sizes, strict=True)))
 
 
 def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
@@ -197,13 +224,13 @@ def _waiting(rank: Rank, kept: Modules) -> Modules:
     """Activations before the block at work, as far as they are on the GPU, and of other
     micro-batches."""
     if not rank.job.layout.offload_activations:
-        return kept.plus(rank.waiting)
+        return kept.plus(rank.now.waiting)
     block = rank.sparse if rank.pieces.sparse else rank.dense
     window = max(block.all.total, OFFLOAD_WINDOW * block.input.total)
     if rank.job.layout.bucket_elements:  # DeepSpeed's copies are waited for
         window = 2 * block.input.total
     share = min(1.0, window / kept.total) if kept.total else 0.0
-    return kept.times(share).plus(rank.waiting)
+    return kept.times(share).plus(rank.now.waiting)
 
 
 # --- weights and gradients -------------------------------------------------------------------
@@ -225,8 +252,10 @@ def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
         return state.gradients
     if layout.release_gradients:
         return 0.0
+    if layout.pp > 1:
+        return rank.now.gradients + (share_done * _own(rank) if rank.now.fresh else 0.0)
     if rank.accumulates:
-        if not rank.alone and (layout.pp > 1 or not layout.reduce_every_micro_batch):
+        if not rank.alone and not layout.reduce_every_micro_batch:
             blocks = rank.pieces.num_blocks * state.block_whole
             return master_bytes(layout) * (blocks + state.root_whole)
         between = state.gradients if layout.dp_replicate > 1 else 0.0
@@ -235,6 +264,11 @@ def _gradients(rank: Rank, share_done: float, root: bool = False) -> float:
         return 0.0
     of_blocks = share_done * rank.pieces.num_blocks * state.block_gradient
     return of_blocks + (state.root_gradient if root else 0.0)
+
+
+def _own(rank: Rank) -> float:
+    """Gradients of the blocks of the stage at work."""
+    return master_bytes(rank.job.layout) * len(rank.now.at_work) * rank.state.block_whole
 
 
 def _copies(rank: Rank, in_use: float, share_cast: float, head: bool) -> float:
@@ -283,7 +317,7 @@ def _at(rank: Rank, gradients: float, buffers: float, modules: Modules, residual
         "norms": modules.norms,
         "attention": modules.attention,
         "mlp": modules.mlp,
-        "residual": residual + rank.messages,
+        "residual": residual + rank.now.messages,
     }
 
 
@@ -300,7 +334,7 @@ def _loss(rank: Rank) -> Items:
         rank,
         _gradients(rank, 0.0) + gradient,
         _copies(rank, in_use, 1.0, head=True),
-        _waiting(rank, rank.kept),
+        _waiting(rank, rank.now.kept),
         rank.root + hidden,
     )
     return {**items, "logits": kept + work}
@@ -322,9 +356,9 @@ def _numbers(rank: Rank) -> list[int]:
     """The blocks of a stage that the backward pass may be at when the most is held: between the
     second and the last but one it grows or shrinks evenly, and shrinks where gradients are there
     all the time. The first comes first."""
-    n, layout = len(rank.at_work), rank.job.layout
+    n, layout = len(rank.now.at_work), rank.job.layout
     ends = {0, 1, n - 2, n - 1}
-    if rank.state.always or (layout.pp > 1 and rank.accumulates):
+    if rank.state.always or (layout.pp > 1 and not rank.now.fresh):
         ends = {0, n - 1}
     if layout.recompute == "sqrt":
         groups = num_groups(n)
@@ -334,15 +368,15 @@ def _numbers(rank: Rank) -> list[int]:
 
 def _backward(rank: Rank, number: int) -> Items:
     """Inside the backward pass of a stage's block."""
-    layout, n = rank.job.layout, len(rank.at_work)
+    layout, n = rank.job.layout, len(rank.now.at_work)
     block = rank.sparse if rank.pieces.sparse else rank.dense
     group = group_of(layout, number, n)
     own = block.all.times(number - group.start + 1)
     if layout.recompute == "selective":
         own = own.plus(Modules(mlp=block.unneeded))
-    before = rank.kept.times(group.start / n)
+    before = rank.now.kept.times(group.start / n)
     if layout.recompute in ("every", "sqrt") and not (rank.pieces.sparse and rank.pieces.dense):
-        before = kept_before(block, rank.at_work, group.start, layout)
+        before = kept_before(block, rank.now.at_work, group.start, layout)
     adds_up = rank.alone and rank.accumulates and not rank.job.dims.tied
     head = 0.0 if adds_up else _head_gradient(rank)
     # Blocks that are computed again together are gathered one by one meanwhile.
@@ -404,7 +438,7 @@ def _embedding(rank: Rank) -> Items:
         rank,
         gradients,
         _copies(rank, 0, 0.0, head=False) + _buckets(rank),
-        rank.waiting,
+        rank.now.waiting,
         (a + 4) * at.wide + workspace,
     )
 
@@ -420,6 +454,9 @@ def _reduction(rank: Rank) -> Items:
     whole = fresh + master_bytes(layout) * state.root_whole + state.root_gradient
     if layout.bucket_elements:
         whole = _buckets(rank)
+    if layout.pp > 1:
+        every = sum(_sums(layout, rank.pieces, state))
+        rank = rank._replace(now=rank.now._replace(gradients=every, fresh=False))
     last = _reduced(rank, copies + whole)
     if layout.zero == 3 or not rank.accumulates or waits:
         return last

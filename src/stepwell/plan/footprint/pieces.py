@@ -3,9 +3,12 @@ micro-batches wait at most, and how many parameters that is. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from math import ceil
+from operator import mul
+from typing import Literal, NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
@@ -44,7 +47,9 @@ class Elements(NamedTuple):
 def blocks_of_stages(num_layers: int, layout: Arrangement) -> tuple[range, ...]:
     """The blocks of each stage. Ours count the embedding and the head as a block each; what is left
     over goes to the first stages. Others' are even; where they cannot be but would be with the ends
-    counted so, these are counted too, as Megatron's account-for-embedding and -loss do."""
+    counted so, these are counted too, as Megatron's account-for-embedding and -loss do. Several
+    stages a rank that still cannot be even need a layout there: it spares the ends, as DeepSeek-V3's
+    (61 blocks in 31 stages, the loss in the last)."""
     ours = layout.program == "stepwell"
     return _blocks_of_stages(
         num_layers, ours, layout.pp, layout.stages_per_rank, layout.stage_blocks
@@ -59,8 +64,23 @@ def _blocks_of_stages(
     if ours or (over and counts is None and (num_layers + 2) % (p * v) == 0):
         layout = LayoutConfig.model_construct(pp=p, pp_stages_per_rank=v, pp_layers=counts)
         return tuple(split_blocks(num_layers, layout))
-    counts = counts or tuple(each + (s < over) for s in range(p * v))
+    if counts is None:
+        even = tuple(each + (s < over) for s in range(p * v))
+        counts = _sparing_ends(num_layers, p * v) if over and v > 1 else even
     return tuple(range(end - n, end) for end, n in zip(accumulate(counts), counts, strict=True))
+
+
+def _sparing_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """What is missing to even stages, half of it at the last stage, as far as that has blocks."""
+    each = ceil(num_layers / num_stages)
+    missing = each * num_stages - num_layers
+    counts = [each] * num_stages
+    for first, last in enumerate(reversed(range(num_stages))):
+        for stage, share in ((last, (missing + 1) // 2), (first, missing // 2)):
+            taken = min(counts[stage], share)
+            counts[stage] -= taken
+            missing -= taken
+    return tuple(counts)
 
 
 def stages_of(layout: Arrangement, pp_rank: int) -> list[int]:
@@ -105,39 +125,95 @@ def recomputed_of_ranks(dims: Dims, layout: Arrangement) -> list[int]:
     return [sum(chosen[s] for s in stages_of(layout, rank)) for rank in range(layout.pp)]
 
 
-def held_by_stages(
-    schedule: str, p: int, v: int, pp_rank: int, m: int
-) -> tuple[tuple[float, ...], ...]:
-    """Micro-batches that wait for their backward pass, in each stage of a rank, at the moments
-    which may be the fullest.
+Phase = Literal["backward", "loss", "embedding"]
+
+
+class Moment(NamedTuple):
+    """Before a backward pass of a pipeline rank, of its stage `place`: of each stage the
+    micro-batches that wait for theirs (this one, too), and whether it has had one, so that its
+    gradients are there."""
+
+    place: int
+    held: tuple[float, ...]
+    summed: tuple[bool, ...]
+
+
+def moments_of_stages(schedule: str, p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, ...]:
+    """The moments which may be the fullest.
 
     1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
     2 (p - rank - 1), and the one at work (2104.04473); from then on each forward pass takes the
     place of a backward pass, mostly of another stage. Zero bubble: 2 p of both stages together, as
     in 1f1b's first stage, and one that waits for its weights' gradients (2401.10241).
     """
-    if schedule == "gpipe":
-        return ((m,) * v,)
     if schedule in ZERO_BUBBLE:
-        return ((min(v * m, 2 * p + 1) / v,) * v,)
+        held = (min(v * m, 2 * p + 1) / v,) * v
+        states = [(held, False), (held, True)][: 2 if m > 1 else 1]
+        return tuple(Moment(place, h, (some,) * v) for h, some in states for place in range(v))
     if v == 1:
-        return ((min(m, p - pp_rank),),)
-    return _held_interleaved(p, v, pp_rank, m)
+        most = m if schedule == "gpipe" else min(m, p - pp_rank)
+        first = Moment(0, (most,), (False,))
+        return (first, Moment(0, (min(m - 1, most),), (True,))) if m > 1 else (first,)
+    return _moments_interleaved(p, v, pp_rank, m)
 
 
 @lru_cache(maxsize=4096)
-def _held_interleaved(p: int, v: int, pp_rank: int, m: int) -> tuple[tuple[float, ...], ...]:
-    """Before a backward pass, where forward or backward passes come to another stage."""
+def _moments_interleaved(p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, ...]:
+    """Before and after forward or backward passes come to another stage, and where the first
+    backward pass of a stage is done."""
     per_round = m // max(1, m // p)
     most = min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
     borders = range(0, 2 * v * per_round + most, per_round)
-    starts = {n for border in borders for n in (border, border - most) if 0 <= n <= v * m - most}
-    counts = set()
-    for done in starts:
-        forward = [_passes(done + most, place, v, per_round) for place in range(v)]
-        backward = [_passes(done, v - 1 - place, v, per_round) for place in range(v)]
-        counts.add(tuple(float(f - b) for f, b in zip(forward, backward, strict=True)))
-    return tuple(sorted(counts))
+    starts = {n for border in borders for n in (border - 1, border, border - most)}
+    starts = {n for n in starts if 0 <= n <= v * m - most}
+    starts |= {n for border in borders[:v] for n in (border, border + 1) if n < v * m}
+    found = {_moment(min(done + most, v * m), done, v, per_round) for done in starts}
+    return tuple(sorted(found))
+
+
+def _moment(forwards: int, backwards: int, v: int, per_round: int) -> Moment:
+    """Once a rank has done so many passes."""
+    held = tuple(
+        float(_passes(forwards, place, v, per_round) - _passes(backwards, turn, v, per_round))
+        for place, turn in zip(range(v), reversed(range(v)), strict=True)
+    )
+    next_turn = backwards % (v * per_round) // per_round
+    summed = tuple(backwards > turn * per_round for turn in reversed(range(v)))
+    return Moment(v - 1 - next_turn, held, summed)
+
+
+def fullest(
+    moments: Sequence[Moment],
+    kept: Sequence[float],
+    restored: Sequence[float],
+    gradients: Sequence[float],
+) -> dict[Moment, set[Phase]]:
+    """Of these moments the fullest, and what to look at there: the last stage's loss, the first
+    one's embedding, and the backward pass, once with the gradients of its own stage there and once,
+    if it may be more, with them still to come. Of each stage: what it keeps of a micro-batch, what
+    its backward pass brings back, its gradients."""
+    found: dict[Phase, tuple[float, Moment]] = {}
+    new: tuple[float, Moment] | None = None
+    nothing = (-1.0, moments[0])
+    for moment in moments:
+        place, held, summed = moment
+        size = sum(map(mul, held, kept)) + sum(map(mul, gradients, summed))
+        if place == len(kept) - 1 and size > found.get("loss", nothing)[0]:
+            found["loss"] = size, moment
+        if place == 0 and size > found.get("embedding", nothing)[0]:
+            found["embedding"] = size, moment
+        size += restored[place]
+        if not summed[place]:
+            size += gradients[place]  # as if all were there already
+            new = (size, moment) if new is None or size > new[0] else new
+        elif size > found.get("backward", nothing)[0]:
+            found["backward"] = size, moment
+    named: dict[Moment, set[Phase]] = {}
+    for phase, (_, moment) in found.items():
+        named.setdefault(moment, set()).add(phase)
+    if new and new[0] > found.get("backward", nothing)[0]:
+        named.setdefault(new[1], set()).add("backward")
+    return named
 
 
 def _passes(number: int, turn: int, v: int, per_round: int) -> int:

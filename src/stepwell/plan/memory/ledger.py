@@ -177,13 +177,12 @@ def predict_rank(
     axes = axis_sizes(run.layout, world)
     grouped = world > 1 if grouped is None else grouped
     s = Sizes.of(run, axes, pp_rank, grouped, device)
-    moments = [_phases(variant) for variant in _variants(s)]
-    phases = {name: _worst([phases[name] for phases in moments]) for name in moments[0]}
+    phases = _phases(s)
     worst = max(phases, key=lambda name: phases[name].total)
     return MemoryLedger(
         phase=worst,
         items=phases[worst],
-        activations_per_layer_bytes=held(s.segments, s.saved) // max(len(_blocks(s)), 1),
+        activations_per_layer_bytes=held(s.now.segments, s.saved) // max(len(_blocks(s)), 1),
         phases=phases,
         gradient_bytes=phases["optimizer"].gradients,
         pp_rank=pp_rank,
@@ -192,32 +191,32 @@ def predict_rank(
     )
 
 
-def _variants(s: Sizes) -> list[Sizes]:
-    """A pipeline's first backward pass finds the most activations but no gradients yet. gpipe has
-    one micro-batch less under way in each further one; the others fill up again."""
-    if s.axes.pp == 1:
-        return [s]
-    drains = s.run.layout.pp_schedule == "gpipe"
-    later = s.waiting - held(s.segments, s.saved) if drains else s.waiting
-    return [replace(s, num_micro_batches=1), replace(s, waiting=max(later, 0))]
-
-
 def _phases(s: Sizes) -> dict[str, MemoryItems]:
-    blocks = _blocks(s)
-    phases = {"forward": _forward(s), "optimizer": _optimizer(s)}
-    if s.head:
-        phases["loss"] = _loss(s)
-    if blocks:
-        phases["backward"] = _worst([_backward(s, number, blocks) for number in blocks])
-    if s.embedding:
-        phases["embedding"] = _embedding(s)
+    """The worst moment of each."""
+    phases = [("optimizer", _optimizer(s))]
     if s.grouped:
-        phases["reduction"] = _reduction(s)
+        phases.append(("reduction", _reduction(s)))
+    for now in s.times:
+        phases += _phases_now(replace(s, now=now))
+    worst: dict[str, MemoryItems] = {}
+    for name, items in phases:
+        worst[name] = _worst([worst.get(name, items), items])
+    return worst
+
+
+def _phases_now(s: Sizes) -> list[tuple[str, MemoryItems]]:
+    blocks, phases = _blocks(s), [("forward", _forward(s))]
+    if s.head and "loss" in s.now.phases:
+        phases.append(("loss", _loss(s)))
+    if blocks and "backward" in s.now.phases:
+        phases.append(("backward", _worst([_backward(s, number, blocks) for number in blocks])))
+    if s.embedding and "embedding" in s.now.phases:
+        phases.append(("embedding", _embedding(s)))
     return phases
 
 
 def _blocks(s: Sizes) -> list[int]:
-    return [number for start, stop, _ in s.segments for number in range(start, stop)]
+    return [number for start, stop, _ in s.now.segments for number in range(start, stop)]
 
 
 def _resting(s: Sizes) -> tuple[int, int]:
@@ -241,10 +240,13 @@ def _gradients(s: Sizes, num_blocks: int, root: bool) -> int:
     layout = s.run.layout
     if s.run.optim.release_gradients:
         return 0
+    if s.axes.pp > 1:
+        own = num_blocks * s.block.trained.whole if s.now.fresh else 0
+        return s.r * (s.now.summed + own)
     if _accumulates(s):
         if not s.grouped:
             return s.p * s.trained.shard
-        if s.axes.pp > 1 or not _reduces_every_micro_batch(s):
+        if not _reduces_every_micro_batch(s):
             return s.r * s.trained.whole
         between = s.r * s.trained.shard if layout.dp_replicate > 1 else 0
         return between + (0 if s.run.offload.parameters else s.p * s.trained.shard)
@@ -289,7 +291,7 @@ def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
     """
     kept = held(before, s.saved)
     if not s.run.offload.activations:
-        return kept + s.waiting
+        return kept + s.now.waiting
     moves = seen_outside(before, s.saved)
     window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
     return kept - moves + min(moves, window)
@@ -298,13 +300,13 @@ def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
 def _forward(s: Sizes) -> MemoryItems:
     """The last chunk of the loss, all blocks saved and what was gathered of them gone."""
     parameters, optimizer = _resting(s)
-    casts = sum(stop - start for start, stop, keep in s.segments if keep == "all")
+    casts = sum(stop - start for start, stop, keep in s.now.segments if keep == "all")
     return MemoryItems(
         parameters=parameters,
         optimizer=optimizer,
         gradients=_gradients(s, 0, root=False) if _accumulates(s) else 0,
         working_copies=_copies(s, 0, casts, head=True),
-        activations=_waiting(s, s.segments) + s.saved_by_root,
+        activations=_waiting(s, s.now.segments) + s.saved_by_root,
         logits=s.kept_logits,
         workspace=s.loss_forward,
     )
@@ -324,8 +326,8 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
     """Inside the backward pass of block `number`."""
     run, place = s.run, blocks.index(number)
     parameters, optimizer = _resting(s)
-    segment = next(x for x in s.segments if x.start <= number < x.stop)
-    earlier = tuple(x for x in s.segments if x.stop <= segment.start)
+    segment = next(x for x in s.now.segments if x.start <= number < x.stop)
+    earlier = tuple(x for x in s.now.segments if x.stop <= segment.start)
     together = segment.stop - segment.start
     # Blocks that are computed again together are gathered one by one meanwhile.
     ahead = min(run.layout.prefetch_backward, blocks.index(segment.start)) if together == 1 else 0
@@ -382,7 +384,7 @@ def _embedding(s: Sizes) -> MemoryItems:
         optimizer=optimizer,
         gradients=gradients,
         working_copies=_copies(s, 0, 0, head=False),
-        activations=s.waiting,
+        activations=s.now.waiting,
         workspace=(0 if stays else dense) + (s.a + s.w) * s.num_tokens * s.run.model.d_model,
     )
 
@@ -392,6 +394,8 @@ def _reduction(s: Sizes) -> MemoryItems:
     up, they wait in the dtype of the sum already. Gathered weights are gone by then, but for those
     that wait for the next micro-batch, or in a pipeline for their own reduction."""
     parameters, optimizer = _resting(s)
+    if s.axes.pp > 1:  # after all passes
+        s = replace(s, now=replace(s.now, summed=s.trained.whole, fresh=False))
     root, waits = s.root.trained.whole, s.axes.pp > 1 or not _reduces_every_micro_batch(s)
     fresh = 0 if waits and _accumulates(s) else s.a * root
     last = MemoryItems(

@@ -32,9 +32,9 @@ from stepwell.parallel.fp8_layers import (
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
 from stepwell.parallel.schedules import next_micro_batches
-from stepwell.plan.footprint.pieces import held_by_stages
+from stepwell.plan.footprint.pieces import Phase, fullest, moments_of_stages
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
-from stepwell.plan.memory.shards import Held, held_by_block, parts_of_rank
+from stepwell.plan.memory.shards import Held, Part, held_by_block, parts_of_rank
 from stepwell.sections.methods import GRPO, PPO
 from stepwell.sections.model import ModelConfig
 
@@ -42,10 +42,22 @@ LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 
 
 @dataclass(frozen=True)
+class Now:
+    """A backward pass of a pipeline rank, of the stage with these segments, and what to look at
+    there. waiting: activations of the other micro-batches, and other stages, that are under way
+    meanwhile. summed: elements of gradients of stages that have had one; fresh: this one has not."""
+
+    phases: Collection[Phase]
+    segments: tuple[Segment, ...]
+    waiting: int = 0
+    summed: int = 0
+    fresh: bool = True
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """segments: of the stage of this rank that keeps the most. waiting: activations of the other
-    micro-batches, and other stages, that a pipeline has under way meanwhile. num_blocks: of all
-    this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has none."""
+    """times: backward passes that may be the fullest; now: the one that is asked about. num_blocks:
+    of all this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has none."""
 
     run: Run
     axes: AxisSizes
@@ -61,10 +73,10 @@ class Sizes:
     root: Share
     embedding: int
     head: int
-    segments: tuple[Segment, ...]
+    times: tuple[Now, ...]
+    now: Now
     saved: BlockBytes
     saved_by_root: int
-    waiting: int
     block_workspace: int
     cast_elements: int
     loss_forward: int
@@ -87,19 +99,10 @@ class Sizes:
         N = run.train.micro_batch_rows * run.data.seq_len // axes.cp
         parts = parts_of_rank(run, pp_rank)
         saved = bytes_of_block(run, axes)
-        kept = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
-        # The backward pass that adds the most to what waits.
-        segments = max(kept, key=lambda x: (peak(x, saved) - held(x, saved), held(x, saved)))
+        m = _micro_batches(run, axes)
+        times = _times(run, axes, pp_rank, m, parts, saved, a * N * cfg.d_model // tp)
         last = any(part.last for part in parts)
         vocab = cfg.vocab_size // tp
-        m = _micro_batches(run, axes)
-        waiting = 0
-        if axes.pp > 1:
-            x = a * N * cfg.d_model // tp
-            waiting = _held(run, axes, pp_rank, m, [held(chosen, saved) + x for chosen in kept])
-            waiting -= held(segments, saved) + x
-            # What is under way: an activation or a gradient at each end of a stage.
-            waiting += x * sum((not part.first) + (not part.last) for part in parts)
         forward, backward, logits = (
             _loss(run, N, vocab, a, w, a if grouped else p, device != "cpu")
             if last and cfg.has_lm_head
@@ -120,10 +123,10 @@ class Sizes:
             root=share_of_root(run, axes, parts),
             embedding=vocab * cfg.d_model if any(part.first for part in parts) else 0,
             head=_head_elements(cfg, tp) if last else 0,
-            segments=segments,
+            times=times,
+            now=times[0],
             saved=saved,
             saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
-            waiting=waiting,
             block_workspace=_block_workspace(run, N, a, w, tp),
             cast_elements=_cast_elements(run, axes),
             loss_forward=forward,
@@ -139,11 +142,38 @@ def _micro_batches(run: Run, axes: AxisSizes) -> int:
     return next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
 
 
-def _held(run: Run, axes: AxisSizes, pp_rank: int, m: int, kept: Sequence[int]) -> int:
-    """What a rank's stages hold of all micro-batches when that is most. kept: of one, by stage."""
-    layout, v = run.layout, run.layout.pp_stages_per_rank
-    moments = held_by_stages(layout.pp_schedule, axes.pp, v, pp_rank, m)
-    return round(max(sum(map(mul, held, kept)) for held in moments))
+def _times(
+    run: Run,
+    axes: AxisSizes,
+    pp_rank: int,
+    m: int,
+    parts: Sequence[Part],
+    saved: BlockBytes,
+    x: int,
+) -> tuple[Now, ...]:
+    """x: bytes of what stages pass on, which waits beside what they keep."""
+    segments = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
+    if axes.pp == 1:
+        return (Now(("backward", "loss", "embedding"), segments[0]),)
+    kept = [held(chosen, saved) for chosen in segments]
+    restored = [peak(chosen, saved) - there for chosen, there in zip(segments, kept, strict=True)]
+    block, roots = share_of_block(run, axes), [share_of_root(run, axes, [part]) for part in parts]
+    sums = [
+        root.trained.whole + len(part.blocks) * block.trained.whole
+        for root, part in zip(roots, parts, strict=True)
+    ]
+    layout, v, r = run.layout, run.layout.pp_stages_per_rank, DTYPE_BYTES[run.precision.reduce]
+    moments = moments_of_stages(layout.pp_schedule, axes.pp, v, pp_rank, m)
+    waits = [there + x for there in kept]
+    # What is under way: an activation or a gradient at each end of a stage.
+    ends = x * sum((not part.first) + (not part.last) for part in parts)
+    times = []
+    for moment, phases in fullest(moments, waits, restored, [r * n for n in sums]).items():
+        place, numbers, summed = moment
+        waiting = round(sum(map(mul, numbers, waits)) - waits[place] + ends)
+        there = sum(map(mul, sums, summed))
+        times.append(Now(phases, segments[place], max(0, waiting), there, not summed[place]))
+    return tuple(times)
 
 
 def _loss(
