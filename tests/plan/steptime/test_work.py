@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepwell.models.quantize import dequantise_nf4, quantise_nf4
+from stepwell.plan.footprint.pieces import blocks_of_stages
 from stepwell.plan.job import Adapters
 from stepwell.plan.steptime.step import flops_per_token
 from stepwell.plan.steptime.work import (
@@ -144,6 +145,12 @@ def test_a_pipeline_whose_blocks_do_not_divide_spares_its_ends():
     assert blocks_of_ranks(80, replace(megatron, pp=8)) == (10, 10)
     assert blocks_of_ranks(81, replace(megatron, pp=8)) == (11, 10)
     assert blocks_of_ranks(80, job(pp=8, dp_shard=1).layout) == (11, 9)
+    interleaved = replace(
+        megatron, pp=16, stages_per_rank=2, schedule="interleaved-1f1b"
+    )  # DeepSeek-V3's: 1, 2, 2, ... 2, 0
+    assert blocks_of_ranks(61, interleaved) == (4, 2)
+    counts = [len(blocks) for blocks in blocks_of_stages(61, interleaved)]
+    assert counts == [1, *[2] * 30, 0]
     v_shaped = replace(megatron, pp=2, stages_per_rank=2, schedule="zbv", stage_blocks=(1, 3, 3, 9))
     assert blocks_of_ranks(16, v_shaped) == (6, 10)
     assert blocks_of_ranks(80, job().layout) == (80, 80)
