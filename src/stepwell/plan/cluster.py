@@ -82,8 +82,8 @@ class Cluster:
     """Machines of gpus_per_node accelerators; scaleup_gpus of them share fast links (an NVLink
     domain, which may span machines, or hold only part of one). Rates are per accelerator and
     direction, in bytes/s; scaleup's is PCIe's where there are no such links. host_memory_bytes: of
-    a machine, if known. ring_share: of the network's rate, what collectives get of it where they get
-    less than a message between two."""
+    a machine, if known. ring_share: of the network's rate, what collectives get where that is less
+    than what a message between two gets."""
 
     accelerator: Accelerator
     gpus_per_node: int

@@ -48,8 +48,8 @@ def blocks_of_stages(num_layers: int, layout: Arrangement) -> tuple[range, ...]:
     """The blocks of each stage. Ours count the embedding and the head as a block each; what is left
     over goes to the first stages. Others' are even; where they cannot be but would be with the ends
     counted so, these are counted too, as Megatron's account-for-embedding and -loss do. Several
-    stages a rank that still cannot be even need a layout there, which spares the ends (DeepSeek-V3's
-    61 blocks are in 31 stages, the loss in the last)."""
+    stages a rank that still cannot be even need a layout there, which spares the ends (of
+    DeepSeek-V3's 32 stages, 31 have its 61 blocks and the last has the loss)."""
     ours = layout.program == "stepwell"
     return _blocks_of_stages(
         num_layers, ours, layout.pp, layout.stages_per_rank, layout.stage_blocks
