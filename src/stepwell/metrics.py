@@ -224,7 +224,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise DataError(f"{path}, line {number} is damaged: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{path}, line {number} is damaged: not an object")
-        rows.append(_decode(row))
+        rows.append(decode(row))
     return rows
 
 
@@ -265,11 +265,12 @@ def encode(value: Any) -> Any:
     return encode(value.item() if hasattr(value, "item") else str(value))
 
 
-def _decode(value: Any) -> Any:
+def decode(value: Any) -> Any:
+    """What `encode` was given, of plain values."""
     if isinstance(value, dict):
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: decode(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [decode(item) for item in value]
     if not isinstance(value, str) or not _LIKE_NON_FINITE.fullmatch(value):
         return value
     return _NON_FINITE[value] if value in _NON_FINITE else value[1:]

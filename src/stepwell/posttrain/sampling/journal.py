@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepwell.generate import Progress, Request, Sampling
-from stepwell.metrics import LineFile, cut_lines
+from stepwell.metrics import LineFile, cut_lines, decode
 from stepwell.tokenizer import Tokenizer
 from stepwell.types import Completion, DataError, StepwellError
 
@@ -169,7 +169,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     found = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
-            found.append(json.loads(line))
+            found.append(decode(json.loads(line)))
         except ValueError as error:
             raise DataError(
                 f"{path}, line {number} is damaged: {error}; remove the file, and the rollout is "
