@@ -98,7 +98,7 @@ def _weights_after(engine: Engine, mine):
         assert info.verdict is not None
         assert info.verdict.watched == "loss_scale"
     assert not info.skipped
-    return {f"weight/{name}": value for name, value in engine.iter_state()}
+    return {f"weight/{name}": value for name, value in engine.iter_state(merged=False)}
 
 
 def kept_alone(pair: tuple[str, str]) -> dict[str, Any]:
