@@ -25,8 +25,8 @@ from stepwell.plan.steptime.work import Work, logits_twice, work_of
 # Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
 # three written, the gradient's norm read before, the 16-bit copy written.
 ADAMW_BYTES = 34.0
-# Moments in 8 bits: as much where masters are in 16, since what it takes is bringing them there and
-# back (47 ms for 10^9 parameters on V100, where fused AdamW takes 63; 2110.02861, table 5).
+# Moments in 8 bits: as much where masters are in 16, since what takes the time is looking moments
+# up and rounding them again, block by block (2110.02861).
 ADAMW_8BIT_BYTES = 22.0
 # The same on the host, and what the processors of a machine move: ZeRO-Offload's AdamW steps 10^9
 # parameters in .22 s on two Xeons (2101.06840, table 4).
