@@ -19,14 +19,9 @@ from stepwell.plan.explain.answer import (
     traffic_json,
     training,
 )
+from stepwell.plan.explain.circumstances import LINKS, links_note
 from stepwell.plan.explain.knobs import Knob
-from stepwell.plan.explain.reasons import (
-    change_text,
-    count_text,
-    links_note,
-    part_text,
-    zero_text,
-)
+from stepwell.plan.explain.words import change_text, count_text, part_text
 from stepwell.plan.job import Dims
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import (
@@ -39,7 +34,7 @@ from stepwell.plan.measured.shown import (
 )
 from stepwell.plan.methods.text import configured
 from stepwell.plan.search.candidates import Candidate, Ranking
-from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short
+from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short, state_text
 from stepwell.plan.search.space import REASONS, Task
 from stepwell.plan.steptime.waterfall import CONVENTION, LEAST_SHARE, waterfall
 from stepwell.plan.units import count_of, in_gib, seconds_text, size_text, tokens_text
@@ -213,7 +208,7 @@ def layout_table(found: Candidate) -> Table:
         rows.append(("experts (EP)", str(layout.ep), ""))
     rows += [
         ("data (DP)", str(layout.data_ranks), data_words(found)),
-        ("state", zero_text(layout), ""),
+        ("state", state_text(layout), ""),
         (
             "micro-batch",
             str(layout.micro_batch_rows),
@@ -233,7 +228,8 @@ def data_words(found: Candidate) -> str:
     layout = found.layout
     if layout.dp_replicate == 1:
         return ""
-    return f"{data_text(layout)}: replicas x shards"
+    several = layout.dp_shard * layout.cp > 1
+    return f"{data_text(layout)}: replicas x shards" if several else "replicas"
 
 
 def training_text(best: Candidate, tokens: int) -> str:
@@ -263,16 +259,14 @@ def reasons(answer: Searched) -> list[RenderableType]:
 def binding(answer: Searched) -> list[RenderableType]:
     best, table = answer.best, plain()
     for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s):
-        what = f"without the limit of {relief.name}" if relief.name == "memory" else relief.name
-        if relief.name in ("network", "scale-up links"):
+        what = f"without {'the limit of ' if relief.name == 'memory' else ''}{relief.name}"
+        if relief.name in LINKS:
             what = f"if the {relief.name} took no time"
-        elif relief.name != "memory":
-            what = f"without {relief.name}"
         other = short(relief.layout) if relief.layout else ""
         table.add_row(
             what, seconds_text(relief.step_s), change_text(relief.step_s, best.step_s), other
         )
-    told = links_note(answer.explanation, best)
+    told = links_note(answer.explanation.reliefs, best)
     return [table, note(told)] if told else [table]
 
 

@@ -16,24 +16,23 @@ from stepwell.plan.explain.answer import (
     training,
 )
 from stepwell.plan.explain.change import changed, refilled
-from stepwell.plan.explain.knobs import knobs, refusal, together
-from stepwell.plan.explain.reasons import (
+from stepwell.plan.explain.circumstances import (
     MESSAGES,
-    PARTS,
     Relief,
-    explain,
     links_note,
     messages_s,
-    reasons,
     scenarios,
 )
+from stepwell.plan.explain.knobs import knobs, refusal, together
+from stepwell.plan.explain.reasons import explain, reasons
+from stepwell.plan.explain.words import PARTS
 from stepwell.plan.job import job_of
 from stepwell.plan.measured.gap import gap, measured_step_s
 from stepwell.plan.search.candidates import Candidate, pareto
-from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.prices import Prices, budget_gain_s
 from stepwell.plan.search.runs import offloaded
 from stepwell.plan.search.search import batches, search
-from stepwell.plan.search.space import OFFLOADS, Pins, Task
+from stepwell.plan.search.space import OFFLOADS, Family, Mesh, Pins, Task, body
 from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import preset
 from stepwell.types import ConfigError
@@ -294,19 +293,75 @@ def test_a_change_that_the_schedule_undoes_is_not_priced(prices, answer):
     assert changed(prices, task, plain, {"recompute": "selective"}).also == ()
 
 
+def test_a_pipeline_of_other_size_has_as_many_stages_a_rank_as_the_blocks_are_enough_for():
+    """Kept at 12, twice the ranks would need more stages than there are blocks."""
+    found = find_model("llama3-405b")
+    prices, task = Prices(found.dims, H100), Task(found.dims, H100, 1024, 8192, 2048)
+    before = body(task, Family(Mesh(8, 1, 8, 1, 16), "interleaved-1f1b", 12, 1, "full", 2, "bf16"))
+    for pp, v, told in ((4, 12, ()), (16, 8, ("8 stages a rank",)), (64, 2, ("2 stages a rank",))):
+        other = changed(prices, task, before, {"pp": pp})
+        assert not other.broken
+        assert (other.layout.pp, other.layout.stages_per_rank, other.also) == (pp, v, told)
+    alone = changed(prices, task, before, {"pp": 128})
+    assert (alone.layout.schedule, alone.also[-1]) == ("1f1b", "1f1b")
+    kept = changed(prices, task, before, {"pp": 16, "schedule": "interleaved-1f1b",
+                                          "stages_per_rank": 12})  # fmt: skip
+    assert kept.layout.stages_per_rank == 12
+    assert "more pipeline stages" in kept.broken
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "seq_len", "rows"),
+    [("llama3-8b", 8, 32768, 32), ("llama3-70b", 32, 8192, 256), ("llama3-405b", 512, 8192, 2048)],
+)
+def test_neither_groups_of_blocks_nor_budgets_gain_what_is_worth_a_search(
+    name, gpus, seq_len, rows
+):
+    """Groups take a tenth longer than what else there is; the best budget that there could be,
+    among layouts up to a third slower, gains a hundredth at most."""
+    found = find_model(name)
+    prices = Prices(found.dims, H100, found.config)
+    sizes = (found.dims, H100, gpus, seq_len, rows * seq_len)
+    ranking = search(*sizes, slack=1.33, prices=prices, may_offload=False)
+    best_s = ranking.best.step_s
+    grouped = search(*sizes, Pins(recompute="sqrt"), slack=1, prices=prices, may_offload=False)
+    assert grouped.best.step_s > 1.1 * best_s
+    assert min(c.step_s - budget_gain_s(prices, c) for c in ranking.found) > 0.985 * best_s
+
+
+def test_a_budget_gains_no_more_than_the_room_that_is_left_pays_for():
+    found = find_model("llama3-8b")
+    prices = Prices(found.dims, H100)
+    task = Task(found.dims, H100, 8, 8192, 64)
+    layout = body(task, Family(Mesh(1, 1, 1, 1, 8), "1f1b", 1, 2, "full", 2, "bf16"))
+    now, whole = prices.candidate(layout), layout.having(recompute="none")
+    saved = now.step_s - prices.time(whole).total_s
+    more_bytes = prices.memory(whole).total - now.memory.total
+    assert 0 < now.room_bytes < more_bytes  # some of its blocks can be kept, not all
+    gain_s = budget_gain_s(prices, now)
+    assert saved * now.room_bytes / more_bytes <= gain_s * (1 + 1e-9)
+    assert 0 < gain_s <= saved * (1 + 1e-9)
+    roomy = replace(H100.accelerator, memory_bytes=H100.accelerator.memory_bytes + 2 * more_bytes)
+    endless = Prices(found.dims, replace(H100, accelerator=roomy))
+    assert budget_gain_s(endless, endless.candidate(layout)) == pytest.approx(saved)
+    full = replace(H100.accelerator, memory_bytes=now.peak_bytes)
+    crowded = Prices(found.dims, replace(H100, accelerator=full))
+    assert budget_gain_s(crowded, crowded.candidate(layout)) == 0
+
+
 def test_messages_that_no_single_link_causes_are_told(answer):
     found, best = answer.explanation, answer.best
     (all_of_them,) = (r for r in found.reliefs if r.name == MESSAGES)
     assert all_of_them.step_s == pytest.approx(best.step_s - messages_s(best.step))
     costly = replace(all_of_them, step_s=0.9 * best.step_s)
     links = [Relief(name, best.step_s) for name in ("network", "scale-up links")]
-    told = links_note(replace(found, reliefs=(*links, costly)), best)
+    told = links_note((*links, costly), best)
     assert "no link alone binds" in told
     assert f"{0.1 * best.step_s:.2f} s" in told
     binds = [Relief("network", 0.91 * best.step_s), costly]
-    assert links_note(replace(found, reliefs=tuple(binds)), best) == ""
+    assert links_note(binds, best) == ""
     free = replace(costly, step_s=best.step_s)
-    assert links_note(replace(found, reliefs=(*links, free)), best) == ""
+    assert links_note((*links, free), best) == ""
 
 
 # --- knobs -----------------------------------------------------------------------------------

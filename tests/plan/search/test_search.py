@@ -11,20 +11,21 @@ from stepwell.hardware import GIB
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.dims import find_model
-from stepwell.plan.job import job_of
+from stepwell.plan.job import Arrangement, job_of
 from stepwell.plan.search.candidates import complexity, mesh_of, nothing_fits, pareto
 from stepwell.plan.search.checks import check_task
-from stepwell.plan.search.fewest import fewest_gpus
-from stepwell.plan.search.prices import Prices
+from stepwell.plan.search.fewest import fewest_gpus, leanest_of
+from stepwell.plan.search.prices import OF_DATA_RANKS, Prices
 from stepwell.plan.search.runs import (
     offloaded,
     run_of,
     settings_of,
     settings_text,
     short,
+    state_text,
     values_of,
 )
-from stepwell.plan.search.search import NUM_CHECKED, OFFLOAD_GAIN, search
+from stepwell.plan.search.search import NUM_CHECKED, OFFLOAD_GAIN, SAME, _simplest_first, search
 from stepwell.plan.search.space import (
     OFFLOADS,
     REASONS,
@@ -44,6 +45,7 @@ from stepwell.plan.search.space import (
     recomputations,
     schedules,
     tensor_problem,
+    with_offload,
 )
 from stepwell.presets import preset
 from stepwell.types import ConfigError
@@ -241,6 +243,22 @@ def test_all_that_is_listed_was_put_before_the_engine():
         assert candidate.exact is not None
         assert candidate.headroom_bytes >= 0
     assert {candidate.runnable for candidate in found} == {True, None}
+
+
+@pytest.mark.parametrize("gpu", ["h100-sxm", "l40s"])
+def test_what_goes_to_the_host_makes_no_layout_faster_than_its_bound(gpu):
+    """By this one bound is asked for all kinds of offload."""
+    machines = cluster(gpu)
+    prices, task = Prices(EIGHT.dims, machines), Task(EIGHT.dims, machines, 64, 8192, 256, Pins())
+    for mesh, v in ((Mesh(2, 1, 1, 1, 32), 1), (Mesh(2, 2, 2, 1, 8), 2)):
+        kind = "interleaved-1f1b" if v > 1 else "1f1b"
+        resident = body(task, Family(mesh, kind, v, 1, "full", 2, "bf16"))
+        bound = prices.bound(resident)
+        for kinds in OFFLOADS:
+            layout = body(with_offload(task, kinds), Family(mesh, kind, v, 1, "full", 2, "bf16"))
+            assert prices.bound(layout) == bound < prices.time(layout).total_s
+            parts = prices.time(layout).parts
+            assert sum(s for name, s in parts.items() if name not in OF_DATA_RANKS) >= bound
 
 
 def test_resharding_is_of_stage_3():
@@ -546,6 +564,59 @@ def test_what_stretches_the_context_is_written(ranking):
     assert written["original_max_seq_len"] == 8192
     plain = preset("qwen3-8b")
     assert "rope_scaling" not in values_of(plain, ranking.best.layout, "x")["model"]
+
+
+def test_one_data_rank_has_no_stage_and_replicas_of_one_shard_divide_nothing():
+    layout = Arrangement(8192, 1, 64, tp=8, zero=3)
+    assert short(layout) == "TP 8 x DP 1, micro-batch 1, recompute none"
+    assert state_text(layout) == "not divided"
+    replicas = replace(layout, dp_replicate=8)
+    assert short(replicas) == "TP 8 x DP 8, ZeRO-0, micro-batch 1, recompute none"
+    assert "DP 2 x 4, ZeRO-3, " in short(replace(layout, dp_replicate=2, dp_shard=4))
+    shared = replace(layout, cp=2)  # among context ranks
+    assert "DP 1, ZeRO-3, " in short(shared)
+    assert "DP 8 x 1, ZeRO-3, " in short(replace(shared, dp_replicate=8))
+
+
+def test_of_what_takes_the_same_the_simplest_is_the_first(ranking):
+    best = ranking.found[0]
+
+    def at(share, **changes):
+        step = replace(best.step, parts={"products": share * best.step_s})
+        job = replace(best.job, layout=replace(best.layout, **changes))
+        return replace(best, job=job, step=step)
+
+    plain, halves = {"dp_replicate": 1, "dp_shard": 8}, {"dp_replicate": 2, "dp_shard": 4}
+    inside, outside = 1 + 0.9 * SAME, 1 + 1.1 * SAME
+    assert _simplest_first([]) == ()
+    first, second = at(1, **halves), at(inside, **plain)
+    assert _simplest_first([first, second]) == (second, first)
+    first, second = at(1, **halves), at(outside, **plain)
+    assert _simplest_first([first, second]) == (first, second)
+    first, second = at(1, **plain, offload_optimizer=True), at(inside, **plain)
+    assert _simplest_first([first, second]) == (second, first)
+
+
+def test_groups_of_blocks_are_taken_where_nothing_else_fits():
+    """A deep and narrow pipeline, on GPUs with less memory than its blocks' inputs take."""
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+    dims = replace(EIGHT.dims, num_layers=256, d_model=512, d_ff=1536, vocab_size=32000, **heads)
+    pins = Pins(pp=8, schedule="1f1b", micro_batch_rows=1, offload=())
+    task, prices = Task(dims, H100, 8, 65536, 32, pins), Prices(dims, H100)
+
+    def held(mode):
+        family = Family(Mesh(1, 1, 8, 1, 1), "1f1b", 1, 1, mode, 2, "bf16")
+        return prices.memory(body(task, family)).total
+
+    least, full = held("sqrt"), held("full")
+    assert least < 0.8 * full
+    for memory_bytes, mode in ((1.02 * full, "full"), (1.05 * least, "sqrt"), (0.9 * least, "")):
+        device = replace(H100.accelerator, memory_bytes=round(memory_bytes / 0.99))
+        small = replace(H100, accelerator=device)
+        found = search(dims, small, 8, 65536, 32 * 65536, pins)
+        assert [c.layout.recompute for c in found.found[:1]] == [mode] * bool(mode)
+        if mode != "full":  # what holds the least is named
+            assert leanest_of(replace(task, cluster=small), Prices(dims, small)).recompute == "sqrt"
 
 
 def test_a_layout_in_words_and_as_settings(ranking):

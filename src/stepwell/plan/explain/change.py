@@ -46,6 +46,8 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
     """The layout with `changes`; data ranks take up, or give, the accelerators that other axes
     leave or need."""
     layout = refilled(replace(before, **changes), before.num_gpus, changes)
+    if layout is not None and "stages_per_rank" not in changes:
+        layout = _with_stages(layout, task.dims.num_layers)
     if layout is None:
         return Changed(None, broken=_does_not_divide(replace(before, **changes), before.num_gpus))
     undone = _undone(layout, changes)
@@ -61,6 +63,18 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
     also = _also(before, layout, changes)
     short_of = "" if headroom(held, task.cluster) < 0 else held.host.shortage or ""
     return Changed(layout, held.total, step, prices.fits(layout), broken, also, short_of)
+
+
+def _with_stages(layout: Arrangement, num_blocks: int) -> Arrangement:
+    """With the most stages a rank that the blocks are enough for, up to those that it has."""
+    pp, v = layout.pp, layout.stages_per_rank
+    if layout.schedule != "interleaved-1f1b" or pp * v <= num_blocks + 2:
+        return layout
+    even = [n for n in range(2, v) if not (num_blocks + 2) % (pp * n) or not num_blocks % (pp * n)]
+    fewer = [n for n in even if pp * n <= num_blocks + 2] or [2] * (2 * pp <= num_blocks + 2)
+    if fewer:
+        return replace(layout, stages_per_rank=fewer[-1])
+    return replace(layout, stages_per_rank=1, schedule="1f1b")
 
 
 def _does_not_divide(layout: Arrangement, num_gpus: int) -> str:
@@ -93,6 +107,11 @@ def _also(before: Arrangement, after: Arrangement, changes: Mapping[str, Any]) -
         found.append("compiled blocks" if after.compiled else "blocks not compiled")
     if "zero" not in changes and after.zero != before.zero:
         found.append(f"ZeRO-{after.zero}")
+    if "schedule" not in changes and min(after.pp, before.pp) > 1:
+        if after.schedule != before.schedule:
+            found.append(after.schedule)
+        elif after.stages_per_rank != before.stages_per_rank:
+            found.append(f"{after.stages_per_rank} stages a rank")
     return tuple(found)
 
 

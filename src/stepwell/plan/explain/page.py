@@ -13,8 +13,9 @@ from stepwell.files import write_text
 from stepwell.hardware import GIB
 from stepwell.plan.explain import pictures
 from stepwell.plan.explain.answer import Review, Searched, traffic_json, training
+from stepwell.plan.explain.circumstances import links_note
 from stepwell.plan.explain.knobs import Knob
-from stepwell.plan.explain.reasons import change_text, count_text, links_note
+from stepwell.plan.explain.words import change_text, count_text
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import cause_rows, easing, head, line_rows, link_rows
 from stepwell.plan.search.candidates import Candidate
@@ -192,7 +193,7 @@ def _binding(answer: Searched) -> Rows:
         for relief in sorted(answer.explanation.reliefs, key=lambda r: r.step_s)
     ]
     columns = ("without the cost or limit of", "a step", "change", "layout")
-    told = links_note(answer.explanation, best)
+    told = links_note(answer.explanation.reliefs, best)
     return Rows("binding", "What binds", columns, rows, columns[1:3], told)
 
 

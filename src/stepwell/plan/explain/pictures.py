@@ -11,7 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 from stepwell.hardware import GIB
-from stepwell.plan.explain.reasons import part_text
+from stepwell.plan.explain.words import part_text
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Job
 from stepwell.plan.search.candidates import Candidate

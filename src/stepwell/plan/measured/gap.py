@@ -25,6 +25,17 @@ WAITING = "waiting"
 # Shares of the expected rate that are seen in practice; less is hardly the only cause. Networks
 # lose cards, RDMA or their routes; clocks fall by a third at most before a GPU is replaced.
 USUAL = {"network": 0.2, "scaleup": 0.5, "products": 0.65}
+# Of a cluster's kinds: name, whose messages, the unit of its rate and its bytes, how to find out.
+LINKS = {
+    "network": (
+        *("the network", "messages between machines", "Gbit/s a GPU", 1e9 / 8),
+        "an all-reduce benchmark over the same machines; GPU-direct RDMA and all cards in use?",
+    ),
+    "scaleup": (
+        *("the scale-up links", "messages within a machine", "GB/s", 1e9),
+        "an all-reduce benchmark within one machine; are tensor ranks neighbours on it?",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -88,28 +99,7 @@ def gap(job: Job, measured_s: float, config: ModelConfig | None = None, source: 
 def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterator[Suspect]:
     layout, cluster, c = job.layout, job.cluster, COEFFICIENTS
     over = measured_s - predict_step(job).total_s
-    slow = _factor(lambda f: predict_step(_slow(job, "network", f)).total_s, measured_s)
-    if slow is not None:
-        rate = cluster.network_bytes_per_s * 8 / 1e9
-        yield Suspect(
-            "the network",
-            f"messages between machines at {slow * rate:,.0f} instead of {rate:,.0f} Gbit/s a GPU "
-            f"({100 * slow:.0f} %)",
-            "an all-reduce benchmark over the same machines; GPU-direct RDMA and all cards in use?",
-            _advice(Prices(job.dims, _slow(job, "network", slow).cluster, config), job),
-            slow >= USUAL["network"],
-        )
-    slow = _factor(lambda f: predict_step(_slow(job, "scaleup", f)).total_s, measured_s)
-    if slow is not None:
-        rate = cluster.scaleup_bytes_per_s / 1e9
-        yield Suspect(
-            "the scale-up links",
-            f"messages within a machine at {slow * rate:,.0f} instead of {rate:,.0f} GB/s "
-            f"({100 * slow:.0f} %)",
-            "an all-reduce benchmark within one machine; are tensor ranks neighbours on it?",
-            _advice(Prices(job.dims, _slow(job, "scaleup", slow).cluster, config), job),
-            slow >= USUAL["scaleup"],
-        )
+    yield from _slow_links(job, measured_s, config)
     slow = _factor(lambda f: predict_step(job, c.slower_products(f)).total_s, measured_s)
     if slow is not None:
         yield Suspect(
@@ -132,6 +122,21 @@ def _suspects(job: Job, measured_s: float, config: ModelConfig | None) -> Iterat
         "the data loader, checkpoints, evaluation, logging; idle time in a trace of one step",
         _advice(Prices(job.dims, cluster, config), job, over),
     )
+
+
+def _slow_links(job: Job, measured_s: float, config: ModelConfig | None) -> Iterator[Suspect]:
+    for link, (name, messages, unit, unit_bytes, look) in LINKS.items():
+        slow = _factor(lambda f, link=link: predict_step(_slow(job, link, f)).total_s, measured_s)
+        if slow is None:
+            continue
+        rate = getattr(job.cluster, f"{link}_bytes_per_s") / unit_bytes
+        yield Suspect(
+            name,
+            f"{messages} at {slow * rate:,.0f} instead of {rate:,.0f} {unit} ({100 * slow:.0f} %)",
+            look,
+            _advice(Prices(job.dims, _slow(job, link, slow).cluster, config), job),
+            slow >= USUAL[link],
+        )
 
 
 def _missing(name: str, share: float) -> Suspect:

@@ -15,6 +15,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 from sys import intern
 from typing import Any, NamedTuple, TextIO
@@ -23,7 +24,7 @@ from stepwell.types import DataError
 
 CHUNK_CHARS = 1 << 20
 MOST_CHARS = 1 << 26  # of one value
-SPACES = re.compile(r"\s*").match
+NO_SPACE = re.compile(r"[^ \t\n\r]")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 ANNOTATIONS = ("user_annotation", "gpu_user_annotation")
 STEP = re.compile(r"ProfilerStep\s*#(\d+)$")
@@ -269,8 +270,8 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
 def _opened(path: Path) -> TextIO:
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
-    opened = gzip.open if packed else open
-    return opened(path, "rt", encoding="utf-8", errors="replace")  # type: ignore[return-value]
+    opened = gzip.GzipFile(path) if packed else path.open("rb")
+    return TextIOWrapper(opened, encoding="utf-8", errors="replace")
 
 
 class _Reader:
@@ -312,9 +313,11 @@ class _Reader:
     def _next(self) -> str:
         """The next character that is not a space."""
         while True:
-            self._at = SPACES(self._text, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._text):
-                return self._text[self._at]
+            found = NO_SPACE.search(self._text, self._at)
+            if found is not None:
+                self._at = found.start()
+                return found[0]
+            self._at = len(self._text)
             if not self._more():
                 raise ValueError("it ends within a value")
 

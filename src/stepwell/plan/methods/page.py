@@ -9,7 +9,7 @@ from typing import Any
 
 from stepwell.files import write_text
 from stepwell.plan.explain.page import Figure, Rows, filled
-from stepwell.plan.explain.reasons import count_text
+from stepwell.plan.explain.words import count_text
 from stepwell.plan.methods import pictures
 from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.methods.methods import MethodPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from stepwell.plan.explain.reasons import count_text
+from stepwell.plan.explain.words import count_text
 from stepwell.plan.methods.evaluated import NO_COPY, Evaluated
 from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.placements import SAMPLED

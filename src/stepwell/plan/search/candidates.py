@@ -155,9 +155,11 @@ def mesh_of(layout: Arrangement) -> tuple[int, ...]:
 
 
 def complexity(layout: Arrangement) -> tuple[int, ...]:
-    """Between layouts of equal speed: fewer axes, smaller ones, the lower stage."""
+    """Between layouts of equal speed: fewer axes, less that is moved or computed again, smaller
+    axes, the lower stage."""
     axes = (layout.tp, layout.cp, layout.pp, layout.ep, layout.dp_replicate)
-    return (sum(size > 1 for size in axes), layout.stages_per_rank, *axes, layout.zero)
+    extras = len(offloaded(layout)) + (layout.recompute != "none")
+    return (sum(size > 1 for size in axes), layout.stages_per_rank, extras, *axes, layout.zero)
 
 
 def pareto(candidates: Sequence[Candidate], step_bytes: float = 2**30) -> list[Candidate]:

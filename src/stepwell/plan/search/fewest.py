@@ -19,10 +19,10 @@ from stepwell.plan.search.space import (
     body,
     data_layouts,
     leanest,
+    leanest_levels,
     meshes,
     micro_batch_problem,
     precisions,
-    recomputations,
     schedules,
     with_offload,
 )
@@ -96,8 +96,8 @@ def _leanest(task: Task) -> Iterator[Arrangement]:
     precision = precisions(task)[-1]
     for mesh in meshes(task, Counter()):
         for schedule, v in [("1f1b", 1)] if free else schedules(task, mesh, Counter()):
-            levels = recomputations(task, schedule)[:1]
-            if not levels or micro_batch_problem(task, mesh, rows, schedule, v):
+            if micro_batch_problem(task, mesh, rows, schedule, v):
                 continue
-            family = body(task, Family(mesh, schedule, v, rows, *levels[0], precision))
-            yield from [leanest(family)] if sharded else data_layouts(task, family, Counter())
+            for level in leanest_levels(task, schedule):
+                family = body(task, Family(mesh, schedule, v, rows, *level, precision))
+                yield from [leanest(family)] if sharded else data_layouts(task, family, Counter())

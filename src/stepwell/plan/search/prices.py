@@ -59,8 +59,12 @@ class Prices:
         return predict_step(self.job(layout), self.rates)
 
     def _bound(self, layout: Arrangement) -> float:
-        """Seconds that no way to divide the model among the data ranks takes less than."""
-        parts = self.time(layout).parts
+        """Seconds that no way to divide the model among the data ranks takes less than, nor any
+        that moves something to the host: so one is asked for all kinds of offload."""
+        resident = layout.having(
+            offload_optimizer=False, offload_parameters=False, offload_activations=False
+        )
+        parts = self.time(resident).parts
         return sum(seconds for name, seconds in parts.items() if name not in OF_DATA_RANKS)
 
     def loose_bounds(self, task: Task, alike: Sequence[Family]) -> list[float]:
@@ -129,6 +133,19 @@ class Prices:
 
     def candidate(self, layout: Arrangement) -> Candidate:
         return Candidate(self.job(layout), self.memory(layout), self.time(layout))
+
+
+def budget_gain_s(prices: Prices, candidate: Candidate) -> float:
+    """Seconds that no choice of blocks to compute again (remat.budget_bytes) saves more than:
+    whole levels, of which the accelerator's room pays a share, each at the best rate."""
+    layout, gains, rates = candidate.layout, [0.0], [0.0]
+    for level in ("selective", "none"):
+        lighter = layout.having(recompute=level)
+        gain = candidate.step_s - prices.time(lighter).total_s
+        more_bytes = prices.memory(lighter).total - prices.memory(layout).total
+        rates.append(gain / max(1.0, more_bytes))
+        gains.append(gain)
+    return min(max(gains), max(0.0, candidate.room_bytes) * max(rates))
 
 
 def as_run(candidate: Candidate, config: ModelConfig) -> Candidate:

@@ -89,8 +89,8 @@ def short(layout: Arrangement) -> str:
         parts.append(f"PP {layout.pp} ({layout.schedule}{virtual})")
     parts += [f"EP {layout.ep}"] if layout.ep > 1 else []
     parts.append(data_text(layout))
-    rest = [f"ZeRO-{layout.zero}{reshard_text(layout)}", f"micro-batch {layout.micro_batch_rows}"]
-    rest.append(recompute_text(layout))
+    rest = [state_text(layout)] if layout.data_ranks * layout.cp > 1 else []
+    rest += [f"micro-batch {layout.micro_batch_rows}", recompute_text(layout)]
     if layout.precision != "bf16":
         rest.append(layout.precision)
     rest += [f"offload {what}" for what in offloaded(layout)]
@@ -104,18 +104,24 @@ def recompute_text(layout: Arrangement) -> str:
 
 
 def data_text(layout: Arrangement) -> str:
-    if layout.dp_replicate > 1:
+    if layout.dp_replicate > 1 and layout.dp_shard * layout.cp > 1:
         return f"DP {layout.dp_replicate} x {layout.dp_shard}"
-    return f"DP {layout.dp_shard}"
+    return f"DP {layout.data_ranks}"
 
 
-def reshard_text(layout: Arrangement) -> str:
-    """What of stage 3 is told beside its number."""
+def state_text(layout: Arrangement) -> str:
+    """How data ranks divide the model's state: `ZeRO-3 keeping weights`. Replicas of a single shard
+    divide nothing, whatever the stage is called."""
+    if layout.data_ranks * layout.cp == 1:
+        return "not divided"
+    if layout.dp_shard * layout.cp == 1:
+        return "ZeRO-0"
+    text = f"ZeRO-{layout.zero}"
     if layout.zero != 3 or layout.pp > 1:
-        return ""
+        return text
     kept = {"always": "", "never": " keeping weights", "node": " resharding in the node"}
     once = "" if layout.reduce_every_micro_batch else " reducing once"
-    return kept[layout.reshard] + once
+    return text + kept[layout.reshard] + once
 
 
 def offloaded(layout: Arrangement) -> list[str]:

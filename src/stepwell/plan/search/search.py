@@ -49,6 +49,7 @@ from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 SLACK = 1.1
+SAME = 5e-4  # of a step: less is no difference, and the simpler layout is taken
 NUM_CHECKED = 24  # of the best, put before the engine's rules and its exact ledger in any case
 OFFLOAD_GAIN = 1.001  # times as fast as with less offload, or it is not taken
 
@@ -83,7 +84,10 @@ def search(
     task = Task(dims, cluster, num_gpus, seq_len, rows, pins or Pins())
     check_task(task)
     begin, prices = time.perf_counter(), prices or Prices(dims, cluster, config)
+    slack = max(slack, 1 + SAME)
     opened = _search(task, prices, slack, at_most_s)
+    if may_offload and task.pins.recompute is None:
+        opened = _with_groups(task, prices, slack, opened)
     resident, offload = opened, ()
     if may_offload and task.pins.offload is None and at_most_s == math.inf:
         offload = _worthwhile_offload(task, prices, opened)
@@ -105,6 +109,14 @@ def search(
         resident_s=resident.best_s,
         complaints=tuple(dict.fromkeys(opened.complaints)),
     )
+
+
+def _with_groups(task: Task, prices: Prices, slack: float, opened: _Open) -> _Open:
+    """The search over groups of blocks that are computed again together, if one of them is the
+    fastest. On the same layout they take longer than "full", so only where that does not fit."""
+    grouped = replace(task, pins=replace(task.pins, recompute="sqrt"))
+    found = _search(grouped, prices, slack, opened.best_s * (1 - SAME))
+    return found if found.found else opened
 
 
 def _worthwhile_offload(task: Task, prices: Prices, resident: _Open) -> tuple[str, ...]:
@@ -341,7 +353,15 @@ def _checked(opened: _Open, slack: float) -> tuple[Candidate, ...]:
             most_free = max(most_free, exact.headroom_bytes)
         meshes_seen.add(mesh)
         found.append(replace(candidate, not_in_engine=missing))
-    return tuple(found)
+    return _simplest_first(found)
+
+
+def _simplest_first(found: list[Candidate]) -> tuple[Candidate, ...]:
+    """Of those that were checked and take the same time as the fastest."""
+    limit = (1 + SAME) * found[0].step_s if found else 0.0
+    tied = [c for c in found[:NUM_CHECKED] if c.step_s <= limit]
+    best = [min(tied, key=lambda c: complexity(c.layout))] if tied else []
+    return (*best, *(c for c in found if c is not best[0]))
 
 
 def batches(ranking: Ranking, prices: Prices, factors: Iterable[float] = (0.5, 2)) -> list[Ranking]:

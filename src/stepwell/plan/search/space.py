@@ -292,6 +292,15 @@ def recomputations(task: Task, schedule: str = "1f1b") -> list[Level]:
     return [(mode, n) for mode, n in reversed(RECOMPUTE) if asked in (None, mode)]
 
 
+def leanest_levels(task: Task, schedule: str = "1f1b") -> list[Level]:
+    """One of these holds the least: groups keep fewer inputs, which many blocks and micro-batches
+    make up for what is there while a group is computed again."""
+    found = recomputations(task, schedule)[:1]
+    if task.pins.recompute is None and schedule not in ZERO_BUBBLE:
+        found.append(("sqrt", 2))
+    return found
+
+
 @lru_cache(maxsize=64)
 def no_more(level: Level) -> tuple[Level, ...]:
     """Levels that hold no more than this one, and itself."""
