@@ -18,6 +18,10 @@ from stepwell.posttrain.epochs import with_epochs
 )
 def test_passes_end_a_run_that_steps_do_not_end_first(epochs, num_items, a_step, steps):
     more = {} if epochs is None else {"method.epochs": epochs}
-    for kind, key in (("sft", "train.global_batch_rows"), ("dpo", "method.pairs_per_step")):
+    for kind, key in (
+        ("sft", "train.global_batch_rows"),
+        ("dpo", "method.pairs_per_step"),
+        ("reward", "method.rows_per_step"),
+    ):
         run = Run.parse({"method": {"kind": kind}}, {"train.steps": 100, key: a_step, **more})
         assert with_epochs(run, num_items).train.steps == steps

@@ -12,7 +12,6 @@ import torch
 from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events, read_metrics
-from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.preference.dpo import dpo
 from stepwell.posttrain.preference.rows import load_rows, step_numbers
 from stepwell.posttrain.preference.scored_references import FILE, document_totals, read_scores
@@ -224,9 +223,6 @@ def test_what_cannot_be_trained_on_is_refused(world):
 
 
 def test_epochs_bound_the_steps(world):
-    run = parse("epochs", **{"method.epochs": 1.5, "train.steps": 100})
-    assert with_epochs(run, 44).train.steps == 9  # 66 pairs, 8 a step
-    assert with_epochs(parse("epochs"), 44).train.steps == 6
     assert len(train("epochs", **{"method.epochs": 0.5, "train.steps": 100})) == 3
 
 

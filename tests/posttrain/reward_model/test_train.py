@@ -11,7 +11,6 @@ from stepwell.cli import main
 from stepwell.config import Run
 from stepwell.metrics import read_events
 from stepwell.parallel.mesh import Mesh, init_distributed
-from stepwell.posttrain.epochs import with_epochs
 from stepwell.posttrain.reward_model.heldout import evaluate, ratio_interval, score_rows
 from stepwell.posttrain.reward_model.losses import at_places
 from stepwell.posttrain.reward_model.model import open_scorer
@@ -196,14 +195,6 @@ def test_what_the_knobs_do_to_rows(world):
     write_rows(Path("bare.jsonl"), [{"prompt": "1", "chosen": "2", "rejected": "3"}])
     with pytest.raises(DataError, match="1 of 1 pairs .* have no number `margin`"):
         rows("bare", margins=True)
-
-
-def test_epochs_bound_the_steps(world):
-    run = run_of("x", **{"train.steps": 1000, "method.epochs": 1.5})
-    assert with_epochs(run, 96).train.steps == 18
-    assert with_epochs(run, 97).train.steps == 19
-    assert with_epochs(run_of("x", **{"method.epochs": 9.0}), 96).train.steps == 30
-    assert with_epochs(run_of("x"), 96).train.steps == 30
 
 
 def test_margins_and_centring_change_what_is_learnt(world):
