@@ -467,7 +467,7 @@ def test_a_dry_run_counts_what_was_predicted(capsys):
     assert counted[1:4] == predicted[-5:-2]  # parameters, gradients, optimiser
     calls = sum(one.calls for one in found.busiest.issued)
     sent = text[next(i for i, line in enumerate(text) if "sent by" in line) + 1 :]
-    shown = [int(line.split()[2].replace(",", "")) for line in sent[:-1]]
+    shown = [int(line.split()[-3].replace(",", "")) for line in sent[:-1]]
     few = [int(n) for n in re.findall(r" (\d+)(?:,|$)", sent[-1])]
     assert sum(shown) + sum(few) == calls > 4
 
