@@ -101,6 +101,18 @@ GRID = {
     "optimiser on the host": ({"offload.optimizer": True}, 8),
     "parameters on the host": ({"offload.parameters": True}, 8),
     "activations on the host": ({"offload.activations": True}, 8),
+    "parameters on one rank's host": (
+        {"offload.parameters": True, "train.global_batch_rows": 4},
+        1,
+    ),
+    "selective, activations on the host": (
+        {"offload.activations": True, "remat.mode": "selective"},
+        8,
+    ),
+    "pipeline, activations on the host": (
+        {"offload.activations": True, "remat.mode": "selective", "layout.pp": 2},
+        8,
+    ),
     "lora": ({"lora.rank": 16}, 8),
     "dora": ({"lora.rank": 16, "lora.dora": True}, 8),
     "4 bits": ({"lora.rank": 16, "lora.quantize": "nf4"}, 8),
@@ -158,6 +170,7 @@ def test_a_machines_memory_is_that_of_the_exact_ledger(world):
     """Of fewer ranks than a machine has, and of several machines; by kind."""
     levers = [{f"offload.{lever}": True} for lever in ("optimizer", "parameters", "activations")]
     others = [{"checkpoint.asynchronous": False}, {"lora.rank": 16}, {"layout.pp": 2}]
+    others += [{"offload.activations": True, "remat.mode": "selective"}]
     for overrides in ({}, *levers, *others):
         run = run_of("llama3-8b", overrides, world)
         exact = host_memory(run, world, H100)

@@ -60,7 +60,8 @@ class Now(NamedTuple):
 class Rank(NamedTuple):
     """What the moments of a pipeline rank's step are made of, in bytes. times: of its passes;
     now: the one that is asked about. root: saved around the blocks. workspace: inside a block's
-    backward pass. accumulates: over micro-batches. alone: without other ranks."""
+    backward pass. accumulates: over micro-batches. alone: without a process group, which offload of
+    parameters has on one rank, too."""
 
     job: Job
     pieces: Pieces
@@ -92,7 +93,7 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
         root=_root(dims, layout, pieces),
         workspace=_workspace(dims, layout, experts=pieces.sparse > 0),
         accumulates=layout.num_micro_batches > 1,
-        alone=layout.num_gpus == 1,
+        alone=layout.num_gpus == 1 and not layout.offload_parameters,
     )
 
 
@@ -129,7 +130,7 @@ def host_of(rank: Rank) -> Items:
         kind = "parameters" if layout.offload_parameters else "optimizer"
         found[f"offload.{kind}"] = state.host
     if layout.offload_activations:
-        found["offload.activations"] = rank.now.kept.total
+        found["offload.activations"] = _moved_now(rank)
     if state.staged:
         found["checkpoint"] = state.staged
     rows = layout.global_batch_rows
@@ -150,10 +151,15 @@ def _times(
     if layout.pp == 1:
         return (Now(PHASES, stages[0], kept[0], Modules(), 0.0, 0.0, True),)
     restored = [_restored(layout, blocks, sparse if pieces.sparse else dense) for blocks in stages]
-    sums, totals = _sums(layout, pieces, state), [modules.total for modules in kept]
+    waits = kept
+    if layout.offload_activations:
+        inputs = [len(blocks) * dense.input.total for blocks in stages]
+        shares = [_moved(layout, *of_stage) for of_stage in zip(kept, inputs, strict=True)]
+        waits = [modules.times(1 - share) for modules, share in zip(kept, shares, strict=True)]
+    sums, totals = _sums(layout, pieces, state), [modules.total for modules in waits]
     v, m = layout.stages_per_rank, layout.num_micro_batches
     moments = moments_of_stages(layout.schedule, layout.pp, v, pp_rank, m)
-    times, columns, x = [], [*zip(*kept, strict=True)], dense.input.total
+    times, columns, x = [], [*zip(*waits, strict=True)], dense.input.total
     # What is under way: an activation or a gradient at each end of a stage; and what each gave.
     # Elsewhere what comes in, and a gradient.
     ends = 2 * len(kept) - pieces.first - pieces.last
@@ -229,8 +235,25 @@ def _waiting(rank: Rank, kept: Modules) -> Modules:
     window = max(block.all.total, OFFLOAD_WINDOW * block.input.total)
     if rank.job.layout.bucket_elements:  # DeepSpeed's copies are waited for
         window = 2 * block.input.total
-    share = min(1.0, window / kept.total) if kept.total else 0.0
+    if not kept.total:
+        return rank.now.waiting
+    moved = _moved_now(rank) * kept.total / rank.now.kept.total
+    share = 1 - (moved - min(moved, window)) / kept.total
     return kept.times(share).plus(rank.now.waiting)
+
+
+def _moved(layout: Arrangement, kept: Modules, inputs: float) -> float:
+    """The share of what blocks keep that activation offload moves: what "selective" keeps inside a
+    block stays (`models/activations.seen_outside`). inputs: bytes of the blocks' inputs."""
+    if not layout.offload_activations:
+        return 0.0
+    return inputs / kept.total if layout.recompute == "selective" and kept.total else 1.0
+
+
+def _moved_now(rank: Rank) -> float:
+    """Bytes of what the stage at work keeps."""
+    inputs = len(rank.now.at_work) * rank.dense.input.total
+    return rank.now.kept.total * _moved(rank.job.layout, rank.now.kept, inputs)
 
 
 # --- weights and gradients -------------------------------------------------------------------

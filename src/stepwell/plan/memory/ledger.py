@@ -142,8 +142,8 @@ def predict_memory(
 ) -> MemoryLedger:
     """The memory of one training step on each of `world` ranks, for a micro-batch of
     micro_batch_rows full rows with a loss on every token. grouped: whether they have a process
-    group, by default unless there is only one. device: of each rank; a CPU's loss works in slices
-    that fit into its cache, an accelerator's on a chunk at once.
+    group, by default unless there is only one that offloads no parameters. device: of each rank; a
+    CPU's loss works in slices that fit into its cache, an accelerator's on a chunk at once.
 
     Sampling's KV cache, the data, the allocator's fragmentation and the libraries' own memory are
     not in it. Raises ConfigError when the ranks cannot be laid out.
@@ -175,7 +175,7 @@ def predict_rank(
 ) -> MemoryLedger:
     """`predict_memory` of one rank of the pipeline."""
     axes = axis_sizes(run.layout, world)
-    grouped = world > 1 if grouped is None else grouped
+    grouped = (world > 1 or run.offload.parameters) if grouped is None else grouped
     s = Sizes.of(run, axes, pp_rank, grouped, device)
     phases = _phases(s)
     worst = max(phases, key=lambda name: phases[name].total)
@@ -294,7 +294,7 @@ def _waiting(s: Sizes, before: tuple[Segment, ...]) -> int:
         return kept + s.now.waiting
     moves = seen_outside(before, s.saved)
     window = max(s.saved.all, OFFLOAD_WINDOW * s.saved.input)
-    return kept - moves + min(moves, window)
+    return kept - moves + min(moves, window) + s.now.waiting
 
 
 def _forward(s: Sizes) -> MemoryItems:

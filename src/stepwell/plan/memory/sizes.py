@@ -22,6 +22,7 @@ from stepwell.models.activations import (
     local_heads,
     peak,
     root_bytes,
+    seen_outside,
 )
 from stepwell.parallel.fp8_layers import (
     block_linears,
@@ -45,7 +46,8 @@ LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 class Now:
     """A backward pass of a pipeline rank, of the stage with these segments, and what to look at
     there. waiting: activations of the other micro-batches, and other stages, that are under way
-    meanwhile. summed: elements of gradients of stages that have had one; fresh: this one has not."""
+    meanwhile. summed: elements of gradients of the stages that have had one; fresh: this one has
+    not."""
 
     phases: Collection[Phase]
     segments: tuple[Segment, ...]
@@ -57,7 +59,8 @@ class Now:
 @dataclass(frozen=True)
 class Sizes:
     """times: backward passes that may be the fullest; now: the one that is asked about. num_blocks:
-    of all this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has none."""
+    of all this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has
+    none."""
 
     run: Run
     axes: AxisSizes
@@ -165,6 +168,8 @@ def _times(
     layout, v, r = run.layout, run.layout.pp_stages_per_rank, DTYPE_BYTES[run.precision.reduce]
     moments = moments_of_stages(layout.pp_schedule, axes.pp, v, pp_rank, m)
     waits = [there + x for there in kept]
+    if run.offload.activations:
+        waits = [n - seen_outside(chosen, saved) for n, chosen in zip(waits, segments, strict=True)]
     # What is under way: an activation or a gradient at each end of a stage.
     ends = x * sum((not part.first) + (not part.last) for part in parts)
     times = []
