@@ -4,8 +4,9 @@ Rates of links are the vendors' figures per accelerator and direction, as collec
 "Machine Learning Engineering" (network, compute/accelerator); what a program gets of them is the
 step's affair (`plan/steptime/step`). Machines' memory where nobody says how much: of servers with
 scale-up links 2 TiB beside 8 (DGX A100, H100); of inference cards what AWS's largest machines of
-them have (g5.48xlarge and g6.48xlarge 768 GiB, g6e.48xlarge 1,536 GiB, of 8 each); of workstation
-and consumer boards 64 GiB a card.
+them have (g5.48xlarge and g6.48xlarge 768 GiB, g6e.48xlarge 1,536 GiB, of 8 each: AWS Batch's user
+guide, "GPU jobs", and torchx, specs/named_resources_aws.py); of workstation and consumer boards
+64 GiB a card, which is an assumption.
 """
 
 from __future__ import annotations
