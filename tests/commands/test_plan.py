@@ -306,6 +306,19 @@ def test_a_recipe_as_configured(capsys):
     assert json.loads(out)["fits"] is False
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_fastest_layout_computes_in_as_many_bits_as_the_recipe(capsys, tmp_path, precision):
+    """Fewer would be faster, and another run."""
+    path = tmp_path / "fastest.toml"
+    words = ["quickstart-pretrain", "--gpus", "2", "--precision.compute", precision]
+    words += ["--checkpoint.asynchronous", "false", "--write", str(path)]
+    code, _, err = run(capsys, *words)
+    assert code == 0, err
+    written = Run.load(path)
+    assert written.precision.compute == precision
+    assert not written.checkpoint.asynchronous
+
+
 def test_a_measured_step_of_a_model(capsys, tmp_path):
     page = tmp_path / "plan.html"
     words = ["--model", "llama3-8b", "--gpus", "16", "--global-batch-tokens", "512k", "--quick"]

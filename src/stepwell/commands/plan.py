@@ -124,7 +124,9 @@ def _model(asked: Asked, subject: Subject) -> int:
         assumed=_assumed_of_model(asked, subject, ranking),
         gap=measured,
         together=tuple(_together(measured, prices, ranking.best, ranking.task)) if measured else (),
-        fastest=_fastest(measured, prices, ranking.task) if measured and deep else None,
+        fastest=_fastest(measured, prices, ranking.best, ranking.task)
+        if measured and deep
+        else None,
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -189,18 +191,20 @@ def _together(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> 
     return together(prices, task, now.layout, prices.config)
 
 
-def _fastest(found: Gap | None, prices: Prices, task: Task) -> Candidate | None:
-    """Whatever else is held fixed, at the rates that a trace shows, if there is one; None where
-    they are another device's."""
+def _fastest(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Candidate | None:
+    """In as many bits, and with such checkpoints, whatever else is held fixed; at the rates that a
+    trace shows, if there is one; None where they are another device's."""
     if found is not None and found.comparison is not None:
         if not found.comparison.of_device:
             return None
         prices = found.comparison.fitted.prices(prices)
-    pins = Pins(headroom_bytes=task.pins.headroom_bytes)
-    ranking = search(
-        task.dims, task.cluster, task.num_gpus, task.seq_len, task.rows * task.seq_len, pins,
-        prices.config, 1.0, prices,
-    )  # fmt: skip
+    pins = Pins(
+        precision=now.layout.precision,
+        checkpoint="asynchronous" if now.layout.stages_checkpoint else "synchronous",
+        headroom_bytes=task.pins.headroom_bytes,
+    )
+    sizes = (task.num_gpus, task.seq_len, task.rows * task.seq_len)
+    ranking = search(task.dims, task.cluster, *sizes, pins, prices.config, 1.0, prices)
     return ranking.found[0] if ranking.found else None
 
 
@@ -311,7 +315,7 @@ def _recipe(asked: Asked) -> int:
     measured = _gap(asked, job, run.model, run)
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
-        fastest = _fastest(measured, prices, task)
+        fastest = _fastest(measured, prices, candidate, task)
     review = Review(
         run=run,
         task=task,

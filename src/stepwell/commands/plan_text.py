@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -41,6 +43,22 @@ from stepwell.plan.units import count_of, in_gib, seconds_text, size_text, token
 
 WIDTH = 100
 TOO_CLOSE = 1.02  # below what predictions can tell apart
+
+
+@dataclass(frozen=True)
+class Hanging:
+    """A paragraph whose first line begins with `first`, the others below the text behind it."""
+
+    text: str
+    first: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = " " * len(self.first)
+        lines = textwrap.wrap(
+            self.text, max(options.max_width, 2 * len(indent)), initial_indent=self.first,
+            subsequent_indent=indent, break_on_hyphens=False,
+        )  # fmt: skip
+        yield from (Text(line, no_wrap=True, overflow="ignore") for line in lines)
 
 
 def show(what: RenderableType) -> None:
@@ -247,12 +265,8 @@ def reasons(answer: Searched) -> list[RenderableType]:
         head.append(reason.value, style="bold")
         lines.append(head)
         if reason.lead:
-            lines.append(Padding(Text(reason.lead), (0, 0, 0, 5)))
-        if reason.told:
-            bullets = Table.grid(padding=(0, 1, 0, 0))
-            for told in reason.told:
-                bullets.add_row("-", Text(told))
-            lines.append(Padding(bullets, (0, 0, 0, 5)))
+            lines.append(Hanging(reason.lead, "     "))
+        lines += [Hanging(told, "     - ") for told in reason.told]
     return lines
 
 
