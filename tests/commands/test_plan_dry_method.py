@@ -18,9 +18,13 @@ MODEL = {
 PAIR = [{"name": "reward", "source": "model:a"}]
 
 
+WORK = {"prompts_per_step": 8, "group_size": 4, "max_new_tokens": 128}
+
+
 def run_of(method: dict, **more) -> Run:
+    work = WORK if method["kind"] != "dpo" else {}
     values = {"model": MODEL, "data": {"seq_len": 256}, "train": {"micro_batch_rows": 1}}
-    return Run.parse({**values, "method": method, **more})
+    return Run.parse({**values, "method": {**work, **method}, **more})
 
 
 def slow(*case):
@@ -39,11 +43,19 @@ def slow(*case):
     ],
 )
 def test_what_is_predicted_is_what_the_program_holds(method, more, beside):
-    """State within 3 %, activations and the peak within 10 %."""
+    """State within 3 %, activations and every moment's peak within 10 %; keys and values to the
+    byte."""
     run = run_of(method, **more)
     found, rows = count(run, 4, H100)
     assert set(found.ranks[0].beside) == beside
-    state = [one for one in rows if "activations" not in one.item and one.item != "peak"]
+    state = [one for one in rows if "activations" not in one.item and "peak" not in one.item]
+    if run.method.kind != "dpo":
+        (cache,) = (one for one in state if one.item == "keys and values")
+        slots, length = 4 * -(-8 // (4 // run.layout.tp)), 256  # answers of a rank
+        assert cache.counted == cache.predicted == slots * length * 2 * 3 * 2 * 64 * 2
+        peaks = {one.item for one in rows if "peak" in one.item}
+        assert peaks == {"peak", "packing, peak", "sampling, peak", "scoring, peak"}
+        state = [one for one in state if one.item not in ("keys and values", "sampler's copy")]
     for one in state:
         assert abs(one.relative) <= 0.03, one
     for one in rows:

@@ -125,3 +125,11 @@ def test_packing_copies_so_later_training_does_not_reach_the_sampler():
             parameter.mul_(3.0)
     with torch.inference_mode():
         assert torch.equal(prefill(weights, rope, tokens)[1], before)
+
+
+def test_a_tied_head_is_the_embedding_and_takes_nothing_more():
+    for tied in (True, False):
+        cfg = config(tied=tied)
+        weights = DecodeWeights.pack(cfg, random_decoder(cfg).state_dict().items(), torch.float32)
+        same = weights.head_VD.data_ptr() == weights.embed_VD.data_ptr()
+        assert same == tied

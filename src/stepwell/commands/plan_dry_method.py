@@ -1,8 +1,5 @@
 """`stepwell plan --method NAME --dry-run`: the method's own losses and all of its models on fake
-ranks, counted beside what is predicted. Imports torch.
-
-What samples is left out: the decoder packs its weights for a real device.
-"""
+ranks, counted beside what is predicted. Imports torch."""
 
 from __future__ import annotations
 
@@ -26,7 +23,11 @@ from stepwell.plan.dryrun.dryrun import (
     full_rows,
     rows_of_rank,
 )
+from stepwell.plan.dryrun.rollout import Sampled, dry_rollout
 from stepwell.plan.memory.models import ModelBytes, predict_models, reference_place
+from stepwell.plan.methods.evaluated import OUTSIDE
+from stepwell.plan.methods.recipes import as_configured, workload_of
+from stepwell.plan.methods.rollouts import cache_bytes, weight_bytes
 from stepwell.posttrain.policy import loss as grpo_loss
 from stepwell.posttrain.ppo import critic
 from stepwell.posttrain.ppo.loss import policy_loss
@@ -57,7 +58,10 @@ def count(run: Run, world: int, machines: Cluster) -> tuple[DryRun, list[Differe
     found = dry_run(
         run, world, None, loss_of(run), machines.gpus_per_node, few, partial(rows_of, run), others
     )
-    return found, differences(run, world, found.ranks[0], others)
+    rows = differences(run, world, found.ranks[0], others)
+    if isinstance(run.method, SampledMethod):
+        rows += rollout_differences(run, world, machines, others)
+    return found, rows
 
 
 # --- the program -------------------------------------------------------------------------------
@@ -133,11 +137,12 @@ def differences(run: Run, world: int, rank: Counted, others: dict[str, Beside]) 
             models[name] = predict_models(one.run)["policy"]
             models[name] = ModelBytes(parameters=models[name].master // 2)
     optimizer, forward = ledger.phases["optimizer"], ledger.phases["forward"]
+    casts = forward.working_copies if world == 1 else 0  # nothing is gathered: autograd keeps them
     rows = [
         ("policy's parameters", optimizer.parameters, rank.parameters),
         ("policy's gradients", ledger.gradient_bytes, rank.gradients),
         ("policy's optimizer", optimizer.optimizer, rank.optimizer),
-        ("policy's activations", forward.activations + forward.logits, rank.activations),
+        ("policy's activations", forward.activations + forward.logits + casts, rank.activations),
     ]
     for name, held in rank.beside.items():
         model = models[name]
@@ -160,6 +165,30 @@ def _peak(run: Run, world: int, models: dict[str, ModelBytes], others: dict[str,
     return max(step + sum(here.values()) - here[name] for name, step in steps.items())
 
 
+def rollout_differences(
+    run: Run, world: int, machines: Cluster, others: dict[str, Beside]
+) -> list[Difference]:
+    """Packing, sampling and scoring, counted, beside the plan's bytes of the same moments."""
+    planned = as_configured(run, world, machines)
+    assert planned is not None
+    work, sampling = workload_of(run), planned.sampling
+    asked = None
+    if sampling is not None and not planned.servers.get("sampler"):
+        asked = Sampled(sampling.slots, work.group_size, work.prompt_tokens, work.answer_tokens)
+    tell("dry run: packing, sampling a token, scoring")
+    of_run = partial(rows_of, run)
+    found = dry_rollout(run, world, asked, of_run, others, machines.gpus_per_node)
+    dims = planned.job.dims
+    rows = [("sampler's copy", weight_bytes(dims), found.copy)]
+    if asked is not None:
+        rows.append(("keys and values", cache_bytes(dims, work, asked.slots), found.cache))
+    for name, peak in found.peaks.items():
+        if name in planned.parts:
+            parts = planned.parts[name]
+            rows.append((f"{name}, peak", sum(parts.values()) - parts[OUTSIDE], peak))
+    return [Difference(0, *row) for row in rows]
+
+
 # --- words ---------------------------------------------------------------------------------------
 
 
@@ -178,5 +207,8 @@ def lines(found: DryRun, rows: list[Difference]) -> list[str]:
         off = f"{100 * one.relative:+.1f} %" if one.counted else ""
         sizes = f"{one.counted / GIB:>12,.3f}{one.predicted / GIB:>12,.3f}"
         told.append(f"  {one.item:<24}{sizes}{off:>10}")
-    told.append("  not run: sampling, and scoring by the frozen models")
+    if any(one.item == "keys and values" for one in rows):
+        told.append("  of sampling the prompts, a first token and one at the answers' full length")
+    else:
+        told.append("  not run: sampling (no answers, or a server's), scoring without a sampler")
     return told

@@ -34,9 +34,13 @@ BUCKET = 32  # attended cache lengths are multiples of this: few shapes, whole v
 def pack_matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix as `linear` likes it best. For bfloat16 on CPU that is oneDNN's blocked layout (an
     opaque tensor): the same products and sums a third faster at few rows."""
-    if weight.device.type == "cpu" and dtype == torch.bfloat16 and _BLOCKED_BF16:
+    if _in_blocks(weight, dtype):
         return torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous())
     return weight.to(dtype, copy=True)
+
+
+def _in_blocks(weight: Tensor, dtype: torch.dtype) -> bool:
+    return weight.device.type == "cpu" and dtype == torch.bfloat16 and _BLOCKED_BF16
 
 
 _BLOCKED_BF16 = (
@@ -263,8 +267,10 @@ def _packed(
         first = next(name for name in shapes if name in missing)
         raise CheckpointError(f"parameter {first!r} is missing")
     if cfg.tied:
+        embed_VD = fields["embed_VD"]
         with torch.inference_mode():
-            fields["head_VD"] = pack_matrix(fields["embed_VD"], dtype)
+            in_blocks = _in_blocks(embed_VD, dtype)
+            fields["head_VD"] = pack_matrix(embed_VD, dtype) if in_blocks else embed_VD
     return {**fields, "layers": tuple(layers[i] for i in range(cfg.num_layers))}
 
 

@@ -223,7 +223,7 @@ def dry_run(
             "optim.kind='adamw8bit' steps in compiled code, which a dry run cannot look into; the "
             "nearest that it can is 'adamw', and plan.memory's ledger knows both"
         )
-    run = _plain(run)
+    run = plain_run(run)
     chosen = distinct_ranks(run) if pp_ranks is None else list(pp_ranks)
     for pp_rank in chosen:
         if not 0 <= pp_rank < axes.pp:
@@ -242,12 +242,12 @@ def dry_run(
         answers.listen()
         with fake_ranks(run.layout, world, rank, gpus_per_node) as mesh, fake_device(answers):
             batch = (rows or full_rows)(run, m * run.train.micro_batch_rows)
-            others = {n: one._replace(run=_plain(one.run)) for n, one in (beside or {}).items()}
+            others = {n: one._replace(run=plain_run(one.run)) for n, one in (beside or {}).items()}
             found.append(count_step(run, mesh, batch, loss, others))
     return DryRun(world, m, sorted(found, key=lambda rank: rank.pp_rank))
 
 
-def _plain(run: Run) -> Run:
+def plain_run(run: Run) -> Run:
     layout = run.layout.model_copy(update={"compile": False, "deterministic": False})
     lora = run.lora.model_copy(update={"init": None})
     return run.model_copy(update={"layout": layout, "lora": lora})
@@ -295,7 +295,7 @@ def count_step(
     that are trained take their step after it."""
     began = time.perf_counter()
     others, engine = beside or {}, Engine(run, mesh=mesh)
-    engines = {name: _beside(one, mesh) for name, one in others.items()}
+    engines = {name: engine_beside(one, mesh) for name, one in others.items()}
     parameters, state = parameters_of(engine), state_of(engine)
     watch = Watch(lambda: gathered_weights(engine))
     watch.hold([*parameters, *state])
@@ -334,7 +334,7 @@ def count_step(
     )
 
 
-def _beside(one: Beside, mesh: Mesh) -> Engine:
+def engine_beside(one: Beside, mesh: Mesh) -> Engine:
     alone = Mesh(1, 0, 0, mesh.device)
     return Engine(one.run, mesh=alone if one.whole else mesh, frozen=one.loss is None)
 

@@ -50,7 +50,8 @@ _FACTORIES = (
     "tensor",
     "zeros",
 )
-_READ = torch.ops.aten._local_scalar_dense.default
+# Where gradients are never asked for, operators made of others arrive as they are.
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
 
 @contextmanager
@@ -165,7 +166,7 @@ class _Device(TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(isinstance(x, FakeTensor) for x in tensors):
-            if func is _READ:
+            if func in _READS:
                 return _one(tensors[0].dtype)
             with self.fake:
                 return func(*args, **kwargs)

@@ -34,8 +34,7 @@ from stepwell.plan.methods.training import (
     Question,
     Training,
     exactly,
-    gathered_of,
-    largest_part,
+    packing_bytes,
     times_of,
     trainings_of,
 )
@@ -307,10 +306,11 @@ def _parts(
         return parts
     if copy:
         live = training.layout.num_gpus == 1 and placement.adapters == "none"
-        gathered = 0 if live else gathered_of(training.layout)
-        parts["packing"] = {**resting, **copy, GATHERED: gathered * largest_part(question.dims)}
+        gathered = 0 if live else packing_bytes(question.dims, training.layout)
+        parts["packing"] = {**resting, **copy, GATHERED: gathered}
     parked = models["reference"].host if "reference" in models else 0
-    parts["scoring"] = {**resting, **copy, GATHERED: parked + training.gathered}
+    scored = {GATHERED: parked + training.gathered, ACTIVATIONS: training.scored_logits}
+    parts["scoring"] = {**resting, **copy, **scored}
     parts["sampling"] = {**resting, **copy}
     if not servers.get("sampler"):
         parts["sampling"] |= {CACHE: sampling.cache, ACTIVATIONS: sampling.workspace}

@@ -21,6 +21,7 @@ BYTES = 2  # of a value that is sampled with
 LOGIT_BYTES = 14
 # Kernels of a layer and token: norms, products, rotation, attention, cache, residuals.
 KERNELS_PER_LAYER = 14
+SLOT_MULTIPLE, LENGTH_MULTIPLE = 8, 32  # as the engine allocates (generate, models/decode)
 USABLE = 0.9  # of a server's memory
 
 
@@ -64,6 +65,13 @@ def kv_bytes_per_token(dims: Dims) -> int:
     return 2 * dims.num_layers * dims.kv_width * BYTES
 
 
+def cache_bytes(dims: Dims, work: Workload, slots: int) -> int:
+    """Of the engine's slots, whose number and length it rounds up."""
+    rows = ceil(slots / SLOT_MULTIPLE) * SLOT_MULTIPLE
+    length = ceil(work.answer_row / LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    return kv_bytes_per_token(dims) * rows * length
+
+
 def weight_bytes(dims: Dims) -> int:
     return BYTES * dims.parameters()
 
@@ -94,14 +102,15 @@ def own_sampler(
     dims: Dims, work: Workload, cluster: Cluster, shares: int, c: Coefficients = SHIPPED
 ) -> Sampling:
     """The engine's: each GPU has a whole copy of the weights, a slot for each answer at once with
-    room for the longest, and, of the prompts that are being answered, a copy beside the slots.
+    room for the longest, and beside the slots the prompt that was read last and the one before.
     shares: among how many ranks the prompts are divided."""
     prompts = ceil(work.prompts / shares)
     answers = prompts * work.group_size
     slots = min(work.slots, answers)
-    per_token = kv_bytes_per_token(dims)
-    open_prompts = min(prompts, slots // work.group_size + 1) if work.group_size > 1 else 0
-    cache = per_token * (slots * work.answer_row + open_prompts * work.prompt_tokens)
+    open_prompts = min(ceil(slots / work.group_size), 2)
+    cache = cache_bytes(dims, work, slots) + kv_bytes_per_token(dims) * open_prompts * (
+        work.prompt_tokens
+    )
     prefill, decode = _seconds(dims, work, cluster, prompts, answers, slots, 1, c)
     return Sampling(
         weights=weight_bytes(dims),

@@ -32,6 +32,9 @@ from stepwell.types import ConfigError
 REMAT: tuple[Recompute, ...] = ("none", "selective", "full")
 # Bytes a parameter of the block at work while the weights of a new version are packed: its tensors
 # as they are gathered (float32 masters; of adapters' base, bf16).
+# Of an element: base, product of adapters and sum in float32, and its copies in 16 bits.
+MERGED_BYTES = 16
+SCORED_LOGIT_BYTES = 8  # float32, as they are and as they are summed up
 GATHERED_TRAINED, GATHERED_FROZEN = 4, 2
 MATRICES = 7  # of a block
 LEAST_GAIN = 0.99  # of a step's time, that more rows at a time must save
@@ -41,7 +44,7 @@ LEAST_GAIN = 0.99  # of a step's time, that more rows at a time must save
 class Training:
     """A training step of the policy, `job` being that of `run`, and what every model takes on one
     of its GPUs, each apart. allocated: what the step's tensors take at most, by the closed form,
-    or `exactly`. gathered: bytes of weights while a model scores."""
+    or `exactly`. gathered, scored_logits: bytes of weights and of logits while a model scores."""
 
     run: Run
     job: Job
@@ -51,6 +54,7 @@ class Training:
     outside: float
     host: dict[str, int]
     gathered: float
+    scored_logits: float
 
     @property
     def layout(self) -> Arrangement:
@@ -205,7 +209,8 @@ def training_of(question: Question, run: Run, job: Job, models: dict[str, ModelB
     found = footprint(job)
     dims, layout = question.dims, job.layout
     block = dims.attention_parameters + dims.mlp_parameters(dims.d_ff)
-    gathered = 2 * (2 * block + 2 * dims.embedding_parameters) / layout.tp
+    ends = dims.embedding_parameters * (1 if dims.tied else 2)
+    at_once = min(layout.tokens_of_rank, layout.loss_chunk_tokens or layout.tokens_of_rank)
     return Training(
         run=run,
         job=job,
@@ -214,7 +219,8 @@ def training_of(question: Question, run: Run, job: Job, models: dict[str, ModelB
         fragmentation=found.fragmentation,
         outside=found.context + found.communicators,
         host=found.host.items,
-        gathered=gathered,
+        gathered=2 * (2 * block + ends) / layout.tp,
+        scored_logits=SCORED_LOGIT_BYTES * at_once * dims.vocab_size / layout.tp,
     )
 
 
@@ -285,6 +291,16 @@ def largest_part(dims: Dims) -> int:
     """Parameters of a block, or of the embedding."""
     ends = dims.embedding_parameters * (1 if dims.tied else 2)
     return max((dims.parameters() - ends) // dims.num_layers, dims.embedding_parameters)
+
+
+def packing_bytes(dims: Dims, layout: Arrangement) -> int:
+    """Beside the sampler's copy while it is made: the largest part as it is gathered; with adapters
+    a block in 16 bits, and the matrix that is being merged."""
+    gathered = gathered_of(layout) * largest_part(dims)
+    if layout.adapters is None:
+        return gathered
+    block = dims.attention_parameters + dims.mlp_parameters(dims.d_ff)
+    return max(gathered, 2 * block + MERGED_BYTES * dims.d_model * dims.d_ff)
 
 
 def gathered_of(layout: Arrangement) -> int:
