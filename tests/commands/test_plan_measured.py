@@ -56,6 +56,25 @@ def test_a_trace_beside_the_plan_of_a_recipe(capsys, path, tmp_path):
         assert part in html
 
 
+def test_a_run_that_does_not_say_how_many_ranks_it_had(capsys, tmp_path):
+    """Never guessed; the two sides: how many is said, or the layout says it."""
+    recipe = Run.load(find_recipe("quickstart-pretrain"))
+    rows = [{"step": i, "time": 0.0, "time/step_s": 0.05} for i in range(1, 6)]
+    for dp_shard, gpus, told in ((-1, [], True), (-1, ["--gpus", "2"], False), (2, [], False)):
+        folder = tmp_path / f"{dp_shard}-{len(gpus)}"
+        folder.mkdir()
+        layout = recipe.layout.model_copy(update={"dp_shard": dp_shard})
+        recipe.model_copy(update={"layout": layout}).save(folder / "run.toml")
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = [str(folder / "run.toml"), "--measured", str(folder), *gpus, "--quick"]
+        if told:
+            with pytest.raises(ConfigError, match=r"leaves .* open .* say how many .*--gpus N"):
+                main(words)
+        else:
+            assert main(words) == 0
+            assert "the median of 4 steps" in said(capsys)
+
+
 def test_a_trace_as_json(capsys, path):
     assert main([*WORDS, "--measured", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

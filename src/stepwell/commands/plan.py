@@ -304,6 +304,7 @@ def _recipe(asked: Asked) -> int:
     elif run.model.init is not None:  # the weights say how large the model is; torch reads them
         run, assumed = _with_weights(run)
     machines = cluster_of(asked)
+    _check_ranks(asked, run)
     world = asked.get("gpus", fewest_ranks(run.layout))
     check_run(run, world)
     method = _method_of(run, world, machines)
@@ -345,6 +346,18 @@ def _recipe(asked: Asked) -> int:
         plan_text.show(plan_text.reviewed(review))
         _show_dry_run(dry, world, machines)
     return 0 if review.fits else 1
+
+
+def _check_ranks(asked: Asked, run: Run) -> None:
+    """Raises ConfigError where nothing says how many ranks a measured run had."""
+    folder = asked.get("measured")
+    if "gpus" in asked.given or run.layout.dp_shard > 0:
+        return
+    if isinstance(folder, Path) and folder.is_dir():
+        raise ConfigError(
+            f"--measured {folder}: its run.toml leaves the number of ranks open (layout.dp_shard="
+            f"{run.layout.dp_shard}); say how many it had: --gpus N"
+        )
 
 
 def with_rows(run: Run, rows: int) -> Run:

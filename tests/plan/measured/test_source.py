@@ -55,6 +55,14 @@ def test_a_run_folder_with_a_trace_is_compared_part_by_part(tmp_path):
     assert alone.source == f"{path}, one whole step of rank 0"
 
 
+def test_the_step_of_a_method_that_samples_is_no_training_pass(tmp_path):
+    method = {"method.kind": "grpo", "method.prompts_per_step": 16, "method.group_size": 8}
+    sampled = Run.parse({"model": RUN.model.model_dump(exclude_none=True)}, method)
+    finished(tmp_path, [4.0] * 10, sampled)
+    with pytest.raises(ConfigError, match=r"a step of grpo samples .*--measured step_s=.*trace"):
+        measured_at(tmp_path, JOB, RUN.model, sampled)
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no run.toml"):
         measured_at(tmp_path, JOB, RUN.model, RUN)

@@ -17,6 +17,7 @@ from stepwell.plan.measured.parts import parts_of
 from stepwell.plan.measured.trace import Trace, read_trace
 from stepwell.plan.search.runs import short
 from stepwell.plan.steptime.step import predict_step
+from stepwell.sections.methods import SampledMethod
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError, DataError
 
@@ -47,6 +48,12 @@ def measured_at(
     _check_same(path, run)
     seconds, num_steps = step_seconds(path)
     trace = newest_trace(path)
+    if trace is None and isinstance(run.method, SampledMethod):
+        raise ConfigError(
+            f"--measured {path}: a step of {run.method.kind} samples and scores, too, so its time "
+            "does not say how long the training pass took that is planned; give that one's seconds "
+            "(--measured step_s=), or a trace"
+        )
     if trace is None:
         text = f"{path}, the median of {num_steps:,} steps"
         step = predict_step(job)
