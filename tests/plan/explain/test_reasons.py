@@ -312,7 +312,11 @@ def test_a_pipeline_of_other_size_has_as_many_stages_a_rank_as_the_blocks_are_en
 
 @pytest.mark.parametrize(
     ("name", "gpus", "seq_len", "rows"),
-    [("llama3-8b", 8, 32768, 32), ("llama3-70b", 32, 8192, 256), ("llama3-405b", 512, 8192, 2048)],
+    [
+        ("llama3-8b", 8, 32768, 32),
+        ("llama3-70b", 32, 8192, 256),
+        pytest.param("llama3-405b", 512, 8192, 2048, marks=pytest.mark.slow),
+    ],
 )
 def test_neither_groups_of_blocks_nor_budgets_gain_what_is_worth_a_search(
     name, gpus, seq_len, rows
