@@ -15,7 +15,6 @@ from typing import NamedTuple
 from stepwell.plan.cluster import Cluster
 from stepwell.plan.comms.activations import activations_sent
 from stepwell.plan.comms.gathers import state_sent
-from stepwell.plan.comms.step import Phase as Phase
 from stepwell.plan.comms.step import Sent, Step, distinct_ranks
 from stepwell.plan.job import Job
 from stepwell.types import ConfigError

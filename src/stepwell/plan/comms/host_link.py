@@ -26,13 +26,14 @@ Way = Literal["to host", "from host"]
 
 @dataclass(frozen=True)
 class Moved:
-    """`calls` times num_bytes of a rank and step over its GPU's link to the host."""
+    """`calls` times num_bytes of a rank and step over its GPU's link to the host; of blocks whose
+    stages differ the mean."""
 
     what: Literal["activations", "parameters", "gradients"]
     way: Way
     phase: Phase
     num_bytes: float
-    calls: int
+    calls: float
 
     @property
     def total_bytes(self) -> float:

@@ -28,7 +28,7 @@ from stepwell.parallel.init import local_part
 from stepwell.parallel.mesh import Mesh
 from stepwell.parallel.rules import axis_sizes
 from stepwell.parallel.schedules import next_micro_batches, num_stages, rank_of_stage
-from stepwell.plan.comms.collectives import Sent
+from stepwell.plan.comms.step import Sent
 from stepwell.plan.dryrun.fakes import Answers, fake_device, fake_ranks
 from stepwell.plan.dryrun.watch import Issued, Watch, watching
 from stepwell.plan.memory.ledger import MemoryLedger

@@ -28,7 +28,7 @@ from stepwell.models import context_attention
 from stepwell.parallel.pipeline import Pipeline
 from stepwell.parallel.traffic import Collective, collective_of
 from stepwell.parallel.wire import wire_bytes
-from stepwell.plan.comms.collectives import Phase
+from stepwell.plan.comms.step import Phase
 
 # A pipeline's gradients are reduced after its last pass: how much is held then does not depend on
 # how many passes there were.

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from stepwell.plan.comms.collectives import Sent, collectives
+from stepwell.plan.comms.collectives import collectives
+from stepwell.plan.comms.step import Sent
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
 from stepwell.plan.measured.likeness import axis_name, check_ranks, doubts_of, other_device

@@ -13,7 +13,7 @@ from stepwell.config import Run
 from stepwell.models.flops import parameter_shapes
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.comms.collectives import Sent
+from stepwell.plan.comms.step import Sent
 from stepwell.plan.footprint.footprint import footprint
 from stepwell.plan.job import Arrangement, Dims, Job, Recompute, job_of
 from stepwell.plan.memory.ledger import predict_memory
