@@ -45,11 +45,11 @@ class Changed:
 def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[str, Any]) -> Changed:
     """The layout with `changes`; data ranks take up, or give, the accelerators that other axes
     leave or need."""
-    layout = refilled(replace(before, **changes), before.num_gpus, changes)
+    layout = refilled(before.having(**changes), before.num_gpus, changes)
     if layout is not None and "stages_per_rank" not in changes:
         layout = _with_stages(layout, task.dims.num_layers)
     if layout is None:
-        return Changed(None, broken=_does_not_divide(replace(before, **changes), before.num_gpus))
+        return Changed(None, broken=_does_not_divide(before.having(**changes), before.num_gpus))
     undone = _undone(layout, changes)
     if undone:
         return Changed(None, broken=undone)
@@ -73,8 +73,8 @@ def _with_stages(layout: Arrangement, num_blocks: int) -> Arrangement:
     even = [n for n in range(2, v) if not (num_blocks + 2) % (pp * n) or not num_blocks % (pp * n)]
     fewer = [n for n in even if pp * n <= num_blocks + 2] or [2] * (2 * pp <= num_blocks + 2)
     if fewer:
-        return replace(layout, stages_per_rank=fewer[-1])
-    return replace(layout, stages_per_rank=1, schedule="1f1b")
+        return layout.having(stages_per_rank=fewer[-1])
+    return layout.having(stages_per_rank=1, schedule="1f1b")
 
 
 def _does_not_divide(layout: Arrangement, num_gpus: int) -> str:
@@ -128,16 +128,15 @@ def refilled(layout: Arrangement, num_gpus: int, changes: Mapping[str, Any]) -> 
         else:
             replicas = gcd(replicas, ranks)
             shard = ranks // replicas
-    layout = replace(layout, dp_replicate=replicas, dp_shard=shard)
+    layout = layout.having(dp_replicate=replicas, dp_shard=shard)
     if layout.pp == 1:
-        return replace(layout, schedule="1f1b", stages_per_rank=1, stage_blocks=None)
+        return layout.having(schedule="1f1b", stages_per_rank=1, stage_blocks=None)
     zero = 1 if layout.zero == 2 else layout.zero
     halves = layout.schedule in ZERO_BUBBLE
     v = 2 if halves else layout.stages_per_rank
     if layout.schedule in ("1f1b", "gpipe"):
         v = 1
-    return replace(
-        layout,
+    return layout.having(
         zero=zero,
         reshard="never",
         reduce_every_micro_batch=False,
