@@ -58,7 +58,7 @@ def traffic(job: Job) -> dict[tuple[str, ...], Total]:
     for one in moved(job):
         key = (f"{one.what} {one.way}", "pcie")
         calls, num_bytes, _ = found.get(key, Total(0, 0.0, 0))
-        found[key] = Total(calls + one.calls, num_bytes + one.total_bytes, 0)
+        found[key] = Total(calls + round(one.calls), num_bytes + one.total_bytes, 0)
     return found
 
 
