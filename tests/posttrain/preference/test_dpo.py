@@ -126,10 +126,11 @@ def test_killed_twice_it_ends_as_if_undisturbed(world, kind):
         "train.eval_every": 10,
         "checkpoint.every_steps": 7,
         "method.loss.kind": kind,
-        "method.displacement_window": 6,
     }
     if kind == "kto":
         values |= {"data.path": "labelled.jsonl", "data.heldout_path": "labelled-held.jsonl"}
+    else:
+        values["method.displacement_window"] = 6
     straight = words("dpo", {**values, "dir": f"straight-{kind}"})
     assert finish(straight, world, world / "log")[0] == 0
     broken = words("dpo", {**values, "dir": f"broken-{kind}"})
