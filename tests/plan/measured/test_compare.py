@@ -151,13 +151,15 @@ def test_a_trace_of_something_else_is_refused_or_doubted(tmp_path):
 
 
 def test_a_trace_of_a_cpu_is_a_table_and_no_advice_for_a_gpu(tmp_path):
-    of_cpu = replace(read(tmp_path, links=2.0), device="")
+    of_cpu = replace(read(tmp_path, links=2.0), on_device=False, device="")
     found = compare(of_cpu, JOB, EIGHT.config)
     assert "it is of a CPU, and h100-sxm is planned" in found.doubts[0]
     assert found.lines
     assert not any((found.of_device, found.causes, found.knobs, found.together))
-    unknown = compare(replace(of_cpu, device="a device of next year"), JOB, EIGHT.config)
-    assert all((unknown.of_device, unknown.causes, unknown.knobs, unknown.together))
+    for name in ("a device of next year", ""):  # kernels decide, not whether the device is named
+        unknown = compare(replace(of_cpu, on_device=True, device=name), JOB, EIGHT.config)
+        assert all((unknown.of_device, unknown.causes, unknown.knobs, unknown.together))
+        assert unknown.doubts == ()
 
 
 def test_tensor_ranks_and_stages(tmp_path):

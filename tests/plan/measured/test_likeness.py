@@ -39,7 +39,7 @@ def test_a_layout_that_sends_as_much_stays_and_so_does_one_that_nothing_explains
 def trace(world, *group_sizes):
     """Group size 0: gloo's messages do not say."""
     sent = [Piece("send", 0, 1, Message("", None, size, "", ())) for size in group_sizes]
-    return Trace((), (Piece("gemm", 0, 1), *sent), (), "", world, None)
+    return Trace((), (Piece("gemm", 0, 1), *sent), (), True, "", world, None)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -36,6 +37,7 @@ def test_a_bare_list_is_events(tmp_path):
     found = read_trace(path)
     assert len(found.pieces) == 1
     assert found.world is None
+    assert (found.on_device, found.device) == (True, "")
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,64 @@ def test_a_bare_list_is_events(tmp_path):
 def test_what_is_refused(tmp_path, events, said):
     with pytest.raises(DataError, match=said):
         read_trace(traces.write(tmp_path / "t.json.gz", traces.trace(events)))
+
+
+def test_a_step_in_which_nothing_ran_is_refused(tmp_path):
+    events = [traces.kernel(GEMM, 0, 5), *traces.steps([(0, 10), (10, 20)], [(0, 10), (10, 20)])]
+    with pytest.raises(DataError, match="in ProfilerStep#4 nothing ran"):
+        read_trace(traces.write(tmp_path / "t.json.gz", traces.trace(events)))
+    events.append(traces.kernel(GEMM, 19, 19.5))
+    assert len(read_trace(traces.write(tmp_path / "t.json.gz", traces.trace(events))).steps) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"ts": "abc"}, "ts='abc' must be a finite number"),
+        ({"ts": None}, "ts='None' must be a finite number"),
+        ({"dur": float("nan")}, "dur='nan' must be a finite number"),
+        ({"dur": -1}, "lasts dur=-1, which must be at least 0"),
+        ({"args": [1]}, "args is list; an object is needed"),
+        ({"args": {"device": {}}}, "device='{}' must be a finite number"),
+        ({"args": {"Group size": "abc"}, "name": traces.ALL_GATHER}, "Group size='abc' must be"),
+        (
+            {"args": {"Group size": 1.5}, "name": traces.ALL_GATHER},
+            "Group size=1.5 must be a whole",
+        ),
+    ],
+)
+def test_values_that_cannot_be_are_refused(tmp_path, values, said):
+    events = [traces.kernel(GEMM, 0, 5) | values, *STEP]
+    path = traces.write(tmp_path / "t.json.gz", traces.trace(events))
+    with pytest.raises(DataError, match=f"t.json.gz: .*{re.escape(said)}"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("values", [{"cat": None}, {"cat": 7}, {"name": None}, {"args": None}])
+def test_what_names_no_kernel_of_ours_is_none(tmp_path, values):
+    events = [traces.kernel(GEMM, 0, 5), traces.kernel(GEMM, 6, 7) | values, *STEP]
+    found = read_trace(traces.write(tmp_path / "t.json.gz", traces.trace(events)))
+    assert len(found.pieces) == (1 if "cat" in values else 2)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"distributedInfo": [8]}, "distributedInfo is list"),
+        ({"distributedInfo": {"world_size": "many"}}, "world_size='many'"),
+        ({"deviceProperties": {"name": "x"}}, "deviceProperties is dict"),
+        ({"deviceProperties": ["x"]}, "deviceProperties is str"),
+    ],
+)
+def test_what_the_trace_says_of_itself_is_checked(tmp_path, about, said):
+    path = traces.write(
+        tmp_path / "t.json.gz", traces.trace([traces.kernel(GEMM, 0, 5), *STEP]) | about
+    )
+    with pytest.raises(DataError, match=said):
+        read_trace(path)
+    nothing = dict.fromkeys(about)
+    traces.write(path, traces.trace([traces.kernel(GEMM, 0, 5), *STEP]) | nothing)
+    assert read_trace(path).on_device
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -65,14 +125,15 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, packed):
 
 def test_without_annotations_on_the_device_the_host_says_where_steps_are(tmp_path):
     host = [e for e in traces.steps([(0, 9), (10, 19)], [(1, 11), (11, 23)]) if e["tid"] == 4242]
-    events = [traces.kernel(GEMM, 0, 5), *host]
+    events = [traces.kernel(GEMM, 0, 5), traces.kernel(GEMM, 12, 15), *host]
     found = read_trace(traces.write(tmp_path / "t.json", traces.trace(events)))
     assert [w.number for w in found.steps] == [3, 4]
     assert [w.seconds for w in found.steps] == pytest.approx([0.010, 0.012])
 
 
 def test_steps_that_do_not_follow_each_other_end_for_themselves(tmp_path):
-    events = [traces.kernel(GEMM, 0, 5), *STEP, *traces.steps([(50, 60)], [(50, 62)], first=9)]
+    kernels = [traces.kernel(GEMM, 0, 5), traces.kernel(GEMM, 51, 55)]
+    events = [*kernels, *STEP, *traces.steps([(50, 60)], [(50, 62)], first=9)]
     found = read_trace(traces.write(tmp_path / "t.json", traces.trace(events)))
     assert [w.seconds for w in found.steps] == pytest.approx([0.010, 0.012])
 
@@ -123,7 +184,7 @@ def test_a_cpu_trace_has_operators_own_time_and_gloo_messages(tmp_path):
     ]
     values = traces.trace(events, world=2) | {"deviceProperties": []}
     found = read_trace(traces.write(tmp_path / "t.json", values))
-    assert found.device == ""
+    assert (found.on_device, found.device) == (False, "")
     names = [(p.name, round(1e3 * (p.end_s - p.start_s), 3)) for p in found.pieces]
     # Of aten::mm at 0-1 that every hand-made trace has, what is within the first operator.
     assert ("gloo:all_reduce", 5.0) in names

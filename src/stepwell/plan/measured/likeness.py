@@ -42,7 +42,7 @@ def check_ranks(trace: Trace, world: int) -> None:
 def other_device(trace: Trace, job: Job) -> str:
     """Why the trace cannot be of the device that is planned; empty if it may be."""
     planned = job.cluster.accelerator.name
-    if not trace.device:
+    if not trace.on_device:
         return (
             f"the trace has no kernels: it is of a CPU, and {planned} is planned; what gains on it "
             "is told from a trace of it"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -66,13 +67,15 @@ class Message(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What ran, on one clock. within: the names of operators that it was called by (CPU)."""
+    """What ran, on one clock. within: the names of operators that it was called by (CPU). grid: a
+    kernel's, as the trace writes it."""
 
     name: str
     start_s: float
     end_s: float
     message: Message | None = None
     within: tuple[str, ...] = ()
+    grid: str = ""
 
 
 class Window(NamedTuple):
@@ -88,26 +91,34 @@ class Window(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """steps: whole ones. pieces: kernels; of a CPU, operators' own time. optimizer: when an
-    optimiser stepped. device: the accelerator as its driver calls it, empty for a CPU. world, rank:
-    of the job, None where the trace does not say."""
+    optimiser stepped. on_device: there are kernels; else it is a CPU's. device: the accelerator as
+    its driver calls it, empty where the trace does not say. world, rank: of the job, None where the
+    trace does not say."""
 
     steps: tuple[Window, ...]
     pieces: tuple[Piece, ...]
     optimizer: tuple[tuple[float, float], ...]
+    on_device: bool
     device: str
     world: int | None
     rank: int | None
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Raises DataError for a file that is no trace, is cut off, holds several ranks, or no whole
-    step."""
+    """Raises DataError for a file that is no trace, is cut off, holds several ranks, no whole step,
+    or a step in which nothing ran, and for values that cannot be."""
     found = _Found()
     for key, value in entries(Path(path)):
-        if key == "traceEvents":
-            found.add(value)
-        elif key in ("distributedInfo", "deviceProperties"):
-            found.about[key] = value
+        try:
+            if key == "traceEvents":
+                found.add(value)
+            elif key == "distributedInfo":
+                ranks = _dict(value, key)
+                found.world, found.rank = (_or_none(ranks, name) for name in ("world_size", "rank"))
+            elif key == "deviceProperties":
+                found.device = _device(value)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
     if len(found.devices) > 1:
         names = ", ".join(map(str, sorted(found.devices)))
         raise DataError(f"{path} holds the devices {names}; give the trace of one rank")
@@ -116,16 +127,27 @@ def read_trace(path: str | Path) -> Trace:
     if not steps:
         what = "of a trace" if not found.num_events else f"among {found.num_events:,} events"
         raise DataError(f"{path} holds no whole step (ProfilerStep#N) {what}; {WITHOUT_STEPS}")
-    ranks = found.about.get("distributedInfo") or {}
-    properties = found.about.get("deviceProperties") or [{}]
+    pieces = tuple(found.kernels if on_device else found.own_time())
+    _check_filled(path, steps, pieces)
     return Trace(
         steps,
-        tuple(found.kernels if on_device else found.own_time()),
+        pieces,
         tuple(found.optimizer[on_device]),
-        properties[0].get("name", "") if on_device else "",
-        ranks.get("world_size"),
-        ranks.get("rank"),
+        on_device,
+        found.device if on_device else "",
+        found.world,
+        found.rank,
     )
+
+
+def _check_filled(path: str | Path, steps: tuple[Window, ...], pieces: tuple[Piece, ...]) -> None:
+    """Raises DataError for a step in which nothing ran: a mean with it would be of no step."""
+    for step in steps:
+        if not any(p.start_s < step.end_s and p.end_s > step.start_s for p in pieces):
+            raise DataError(
+                f"{path}: in ProfilerStep#{step.number} nothing ran; was the recording cut off? "
+                "Record it again, or leave that step out"
+            )
 
 
 @dataclass
@@ -147,28 +169,35 @@ class _Found:
     )
     operators: dict[Any, list[tuple[float, float, str]]] = field(default_factory=dict)
     gloo: list[Piece] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
+    device: str = ""
+    world: int | None = None
+    rank: int | None = None
 
     def add(self, event: Any) -> None:
         self.num_events += 1
         if not isinstance(event, dict) or event.get("ph") != "X":
             return
-        category, name = event.get("cat", "").lower(), intern(event.get("name", ""))
+        category, name = (_text(event.get(key)) for key in ("cat", "name"))
+        category, name = category.lower(), intern(name)
         if category not in KERNELS and category not in ANNOTATIONS and category != "cpu_op":
             return
+        since_us, lasts_us = _number(event, "ts", None), _number(event, "dur", 0)
+        if lasts_us < 0:
+            raise DataError(f"{name[:60]!r} lasts dur={lasts_us:g}, which must be at least 0")
         if self.origin_us is None:
-            self.origin_us = float(event["ts"])
-        start = (float(event["ts"]) - self.origin_us) * 1e-6
-        end = start + float(event.get("dur", 0)) * 1e-6
-        args = event.get("args", {})
+            self.origin_us = since_us
+        start = (since_us - self.origin_us) * 1e-6
+        end = start + lasts_us * 1e-6
         if category in KERNELS:
-            self.devices.add(args.get("device", 0))
-            self.kernels.append(Piece(name, start, end, message_of(name, args)))
+            args = _dict(event.get("args"), "args")
+            self.devices.add(_count(args, "device"))
+            grid = str(args.get("grid", ""))
+            self.kernels.append(Piece(name, start, end, message_of(name, args), (), grid))
             self.operators.clear()
         elif category in ANNOTATIONS:
             self._annotation(name, start, end, category == "gpu_user_annotation")
         elif not self.kernels:
-            lane = event.get("pid"), event.get("tid")
+            lane = str(event.get("pid")), str(event.get("tid"))
             self.operators.setdefault(lane, []).append((start, end, name))
 
     def _annotation(self, name: str, start: float, end: float, on_device: bool) -> None:
@@ -234,9 +263,9 @@ def message_of(name: str, args: dict[str, Any]) -> Message | None:
     if not told and "nccl" not in name.lower():
         return None
     kind = kind_of(told) or kind_of(re.sub(r"^.*?nccl(Dev)?Kernel", "", name))
-    size = int(args.get("Group size", 0))
+    size = _count(args, "Group size")
     each = DTYPE_BYTES.get(str(args.get("dtype", "")).strip('"'))
-    sent, got = (int(args.get(f"{way} msg nelems", 0)) for way in ("In", "Out"))
+    sent, got = (_count(args, f"{way} msg nelems") for way in ("In", "Out"))
     elements = max(sent, got) if kind != "recv" else got or sent
     whole = elements * each if each and elements else None
     group = args.get("Process Group Description") or args.get("Process Group Name") or ""
@@ -248,6 +277,51 @@ def kind_of(name: str) -> str:
     """As in parallel.wire, of what c10d, or NCCL's kernel, calls a collective; else empty."""
     plain = re.sub(r"[^a-z]", "", name.lower())
     return next((kind for begins, kind in KINDS.items() if plain.startswith(begins)), "")
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def _number(values: dict[str, Any], key: str, default: float | None) -> float:
+    """Raises DataError for what is not a finite number, and for None."""
+    told = values.get(key, default)
+    try:
+        found = float(told)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise DataError(f"{key}={str(told)[:40]!r} must be a finite number")
+    return found
+
+
+def _count(values: dict[str, Any], key: str) -> int:
+    """0 where it is not told. Raises DataError for what is not a whole number of at least 0."""
+    found = _number(values, key, 0)
+    if found < 0 or found != int(found):
+        raise DataError(f"{key}={values[key]!r} must be a whole number of at least 0")
+    return int(found)
+
+
+def _or_none(values: dict[str, Any], key: str) -> int | None:
+    return None if values.get(key) is None else _count(values, key)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _dict(value: Any, key: str) -> dict[str, Any]:
+    """Empty where it is not told. Raises DataError."""
+    if value is not None and not isinstance(value, dict):
+        raise DataError(f"{key} is {type(value).__name__}; an object is needed")
+    return value or {}
+
+
+def _device(properties: Any) -> str:
+    """The first one's name; empty where none is told. Raises DataError."""
+    if properties is not None and not isinstance(properties, list):
+        raise DataError(f"deviceProperties is {type(properties).__name__}; a list is needed")
+    return _text(_dict((properties or [None])[0], "deviceProperties").get("name"))
 
 
 # --- the file --------------------------------------------------------------------------------
