@@ -64,6 +64,7 @@ def test_a_preset_is_its_own_dimensions(name):
     subject = find_model(name)
     assert subject.config == preset(name)
     assert subject.dims.parameters() == count_parameters(preset(name)).total
+    assert subject.dims.window == preset(name).sliding_window
     assert subject.missing == ""
 
 
@@ -73,6 +74,25 @@ def test_mixtures_of_experts_from_their_config(values, name, tmp_path):
     found = find_model(str(tmp_path)).dims
     assert found.parameters() == PUBLISHED[name]
     assert found.experts == PLANNED[name].experts
+
+
+@pytest.mark.parametrize(
+    ("values", "window", "layers"),
+    [
+        ({}, None, None),
+        ({"sliding_window": 1024}, 1024, 32),
+        ({"sliding_window": None, "model_type": "mistral", "mlp_bias": True}, None, None),
+        ({"model_type": "mistral", "mlp_bias": True}, 4096, 32),
+        ({"model_type": "gemma2", "num_hidden_layers": 13}, 4096, 7),
+        ({"model_type": "gemma2", "layer_types": ["full_attention"] * 32}, None, None),
+        (QWEN | {"sliding_window": 512}, None, None),
+        (QWEN | {"sliding_window": 512, "use_sliding_window": True}, 512, 20),
+        (QWEN | {"sliding_window": 512, "use_sliding_window": False}, None, None),
+    ],
+)
+def test_windows_of_a_config_json(values, window, layers):
+    found = dims_from_hf(MIXTRAL | values, "x", "x")
+    assert (found.window, found.num_window_layers) == (window, layers)
 
 
 def test_a_folder_of_a_model_that_the_engine_has(tmp_path):

@@ -117,6 +117,10 @@ _PLAIN: dict[str, Mlp] = {
     "phi": "gelu",
     "nemotron": "squared_relu",
 }
+# Those whose attention may have a window.
+_WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "phi3")
+_WINDOWED += ("starcoder2",)
+_USUAL_WINDOW = {"mistral": 4096, "gemma2": 4096}  # where config.json leaves the key out
 # Other names of the same keys, by the key that they stand for.
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -349,6 +353,7 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     width, heads = full["hidden_size"], full["num_attention_heads"]
+    window, in_layers = _window(full, kind, where)
     bare = kind in ("gpt2", "opt")
     return Dims(
         name=name,
@@ -365,7 +370,30 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
         biases=2 * full.get("head_dim", 128) if kind == "qwen3_moe" else 0,
         qk_norm=kind == "qwen3_moe",
         experts=_experts(full, where),
+        window=window,
+        num_window_layers=in_layers,
     )
+
+
+def _window(full: Mapping[str, Any], kind: str, where: str) -> tuple[int | None, int | None]:
+    """Keys that a token sees at most, and in how many layers (None: in all), by `layer_types` or
+    else as the kind of model has it: Qwen's from a layer on if asked for, Gemma 2's in every second
+    layer (2408.00118), Mistral's and others' in all."""
+    num_layers = full["num_hidden_layers"]
+    window = full.get("sliding_window", _USUAL_WINDOW.get(kind))
+    if window is None or kind not in _WINDOWED or full.get("use_sliding_window") is False:
+        return None, None
+    check_sizes(full, where, ["sliding_window"])
+    check_sizes(full, where, ["max_window_layers"], least=0)
+    types = full.get("layer_types")
+    if isinstance(types, list):
+        number = types.count("sliding_attention")
+    elif kind.startswith("qwen"):
+        first = full.get("max_window_layers", 28) if full.get("use_sliding_window") else num_layers
+        number = max(0, num_layers - first)
+    else:
+        number = (num_layers + 1) // 2 if kind == "gemma2" else num_layers
+    return (window, number) if number else (None, None)
 
 
 def _experts(full: Mapping[str, Any], where: str) -> Experts | None:

@@ -42,7 +42,8 @@ class Experts:
 class Dims:
     """learned_positions: rows of a table of positions, 0 with RoPE. biases: parameters a layer
     beside its matrices and norms. score_dim: width of a head in attention itself, where that is not
-    head_dim (latent attention; the mean of keys' and values')."""
+    head_dim (latent attention; the mean of keys' and values'). window: keys that a token sees at
+    most, in num_window_layers of the layers (None: in all)."""
 
     name: str
     num_layers: int
@@ -59,6 +60,16 @@ class Dims:
     experts: Experts | None = None
     qk_norm: bool = False
     score_dim: int | None = None
+    window: int | None = None
+    num_window_layers: int | None = None
+
+    def mean_keys(self, seq_len: int) -> float:
+        """Keys that a token sees, over a sequence and the layers; as `models/flops` counts them:
+        half of a sequence without a window."""
+        window = min(self.window or seq_len, seq_len)
+        near = window - window * window / (2 * seq_len)
+        share = 1.0 if self.num_window_layers is None else self.num_window_layers / self.num_layers
+        return share * near + (1 - share) * seq_len / 2
 
     @property
     def score_width(self) -> int:
@@ -254,6 +265,7 @@ def dims_of(model: ModelConfig, name: str = "") -> Dims:
         tied=model.tied,
         biases=(counts.norms_and_biases - norms) // model.num_layers,
         qk_norm=model.qk_norm,
+        window=model.sliding_window,
     )
 
 

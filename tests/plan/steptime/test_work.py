@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepwell.models.flops import flops_per_token as flops_of_model
 from stepwell.models.quantize import dequantise_nf4, quantise_nf4
 from stepwell.plan.footprint.pieces import blocks_of_stages
-from stepwell.plan.job import Adapters
+from stepwell.plan.job import Adapters, dims_of
 from stepwell.plan.steptime.step import flops_per_token
 from stepwell.plan.steptime.work import (
     KERNELS_NF4,
@@ -19,6 +20,7 @@ from stepwell.plan.steptime.work import (
     fill,
     work_of,
 )
+from stepwell.presets import preset
 from tests.plan.jobs import LLAMA_8B, LLAMA_70B, MIXTURE, changed, job
 
 PROCESSORS = 132
@@ -90,6 +92,23 @@ def test_attention_that_writes_its_scores_computes_all_of_them():
     assert scores == pytest.approx(4 * 8192 * 8192 * 4096)
     assert not on_chip.blocks[0][0].forward.scores
     assert scores / 2.2 < on_chip.blocks[0][0].forward.flash_flops < scores / 1.8
+
+
+@pytest.mark.parametrize(("window", "keys"), [(1024, 960), (8192, 4096), (None, 4096)])
+def test_a_window_bounds_what_attention_computes(window, keys):
+    """Counted one token at a time, and as a run counts its own."""
+    width = window or 8192
+    seen = sum(min(place + 1, width) for place in range(8192)) / 8192
+    assert keys == seen - width / 8192 / 2  # a token's own key counts by half
+    dims, model = replace(LLAMA_8B, window=window), preset("mistral-7b")
+    assert dims.mean_keys(8192) == keys
+    on_chip = work_of(job(dims, cp=4)).blocks[0][0].forward.flash_flops
+    all_of_them = work_of(job(cp=4)).blocks[0][0].forward.flash_flops
+    assert on_chip / all_of_them == pytest.approx(keys / 4096)
+    model = model.model_copy(update={"sliding_window": window})
+    own = flops_of_model(model, 8192)
+    assert flops_per_token(dims_of(model), 8192) == (own.blocks + own.head, own.attention)
+    assert replace(dims, num_window_layers=16).mean_keys(8192) == (keys + 4096) / 2
 
 
 @pytest.mark.parametrize(

@@ -343,11 +343,12 @@ def _peak(job: Job) -> float:
 
 def flops_per_token(dims: Dims, seq_len: int) -> tuple[float, float]:
     """Forward FLOPs of the matrices (blocks that the token meets, and the head) and of causal
-    attention."""
+    attention, within its window where it has one."""
     d = dims
     dense = d.num_layers - d.num_expert_layers
     blocks = d.num_layers * d.attention_parameters + dense * d.mlp_parameters(d.d_ff)
     if d.experts:
         one = d.mlp_parameters(d.experts.d_ff)
         blocks += d.num_expert_layers * one * (d.experts.top_k + d.experts.num_shared)
-    return 2.0 * (blocks + d.embedding_parameters), 2.0 * d.num_layers * d.score_width * seq_len
+    scores = 4.0 * d.num_layers * d.score_width * d.mean_keys(seq_len)
+    return 2.0 * (blocks + d.embedding_parameters), scores

@@ -320,17 +320,19 @@ def _moved_bytes(dims: Dims, layout: Arrangement, tokens: int, experts: bool):
 
 
 def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
-    """FLOPs where scores stay on the chip (causal: half of them); products where they are written
-    (all of them), and how many are written."""
-    pairs = tokens * layout.seq_len
+    """FLOPs where scores stay on the chip (of the keys that a token sees: causal, half of them);
+    products where they are written (all of them, within a window or not), and how many are
+    written."""
     if layout.flash:
         # A score's exponential costs as much as some products' elements.
         head_dim = dims.score_dim or dims.head_dim
         narrow = (1 + EXPONENTIAL / head_dim) / (1 + EXPONENTIAL / 128)
+        seen = 2 * dims.mean_keys(layout.seq_len)
         # Rings of context ranks attend to halves of a rank's keys at a time.
         length = layout.seq_len / (1 if layout.cp == 1 else 2 * layout.cp)
-        short = 1 + SHORT_SEQUENCE / length
-        return 2.0 * pairs * dims.score_width / layout.tp * narrow * short, (), 0.0
+        short = 1 + SHORT_SEQUENCE / min(length, seen)
+        return 2.0 * tokens * seen * dims.score_width / layout.tp * narrow * short, (), 0.0
+    pairs = tokens * layout.seq_len
     heads = layout.micro_batch_rows * dims.num_heads / layout.tp
     own, s, e = layout.seq_len // layout.cp, layout.seq_len, dims.head_dim
     queries_keys = (
