@@ -56,11 +56,12 @@ def real_steps(runs, micro_batches):
 
 
 def unwaited_bytes(layout, counted):
-    """With several stages on a rank, and in gpipe, torch keeps what it waits for with until the
-    step's end. Gloo holds what was sent until then; NCCL lets go of it once it is sent."""
-    if layout.pp_stages_per_rank == 1 and layout.pp_schedule != "gpipe":
-        return 0
-    return sum(one.calls * one.num_bytes for one in counted.issued if one.kind == "send")
+    """Torch keeps until the step's end what it waits for messages with: of the last one in 1f1b, of
+    all in other schedules. Gloo holds what was sent until then; NCCL lets go of it once sent."""
+    sent = [one for one in counted.issued if one.kind == "send" and one.phase == "pipeline"]
+    if layout.pp_schedule == "1f1b":
+        return max((one.num_bytes for one in sent), default=0)
+    return sum(one.calls * one.num_bytes for one in sent)
 
 
 def assert_like_real_ranks(layouts, num_ranks, m=None):
