@@ -16,6 +16,7 @@ from stepwell.plan.steptime.work import (
     LOGIT_BYTES,
     LOGIT_BYTES_UNFUSED,
     NF4_MOVED_BYTES,
+    SCORE_BYTES_FORWARD,
     blocks_of_ranks,
     fill,
     work_of,
@@ -109,6 +110,28 @@ def test_a_window_bounds_what_attention_computes(window, keys):
     own = flops_of_model(model, 8192)
     assert flops_per_token(dims_of(model), 8192) == (own.blocks + own.head, own.attention)
     assert replace(dims, num_window_layers=16).mean_keys(8192) == (keys + 4096) / 2
+
+
+def test_32_bits_are_twice_as_many_bytes_and_have_no_flash_kernel():
+    half, full = (work_of(job(precision=bits)) for bits in ("bf16", "fp32"))
+    narrow, wide = half.blocks[0][0].backward, full.blocks[0][0].backward
+    assert [p.num_bytes for p in wide.products] == [2 * p.num_bytes for p in narrow.products]
+    assert wide.fusible_bytes == 2 * narrow.fusible_bytes
+    assert full.embedding.moved_bytes == 2 * half.embedding.moved_bytes
+    assert full.head.forward.moved_bytes == 2 * half.head.forward.moved_bytes
+
+
+@pytest.mark.parametrize(("program", "pairs"), [("fsdp", 2 * 8192**2), ("stepwell", 16384**2)])
+def test_attention_in_32_bits_computes_all_pairs(program, pairs):
+    """Ours of all rows together, under one mask; written where heads share their keys."""
+    moved = []
+    for dims in (LLAMA_8B, replace(LLAMA_8B, num_kv_heads=32)):
+        asked = job(dims, precision="fp32", micro_batch_rows=2, program=program)
+        forward = work_of(asked).blocks[0][0].forward
+        assert forward.flash_flops == 0.0
+        assert sum(p.flops for p in forward.scores) == 4 * pairs * 4096
+        moved.append(forward.moved_bytes)
+    assert moved == [2 * SCORE_BYTES_FORWARD * pairs * 32, 0.0]
 
 
 @pytest.mark.parametrize(

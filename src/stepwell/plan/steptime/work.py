@@ -142,8 +142,26 @@ def work_of(job: Job) -> Work:
     head = _head(dims, layout, processors, tokens)
     moved = tokens * dims.d_model * HALF
     embedding = Pass((), (), 0.0, 3 * moved, 0.0, 6)
+    if layout.precision == "fp32":
+        blocks = tuple((_in_32_bits(piece), *numbers) for piece, *numbers in blocks)
+        head, embedding = _in_32_bits(head), _twice_as_wide(embedding)
     local = _local_parameters(dims, layout, fullest)
     return Work(blocks, head, embedding, local, local * layout.trained_share)
+
+
+def _in_32_bits(piece: Piece) -> Piece:
+    again = _twice_as_wide(piece.again) if piece.again else None
+    return Piece(_twice_as_wide(piece.forward), _twice_as_wide(piece.backward), again)
+
+
+def _twice_as_wide(one: Pass) -> Pass:
+    """What 16-bit values ask of a device, in 32 bits."""
+    products, scores = (
+        tuple(replace(p, num_bytes=2 * p.num_bytes) for p in found)
+        for found in (one.products, one.scores)
+    )
+    moved, fusible = 2 * one.moved_bytes, 2 * one.fusible_bytes
+    return Pass(products, scores, one.flash_flops, moved, fusible, one.num_kernels)
 
 
 def blocks_of_ranks(num_layers: int, layout: Arrangement) -> tuple[int, int]:
@@ -321,9 +339,12 @@ def _moved_bytes(dims: Dims, layout: Arrangement, tokens: int, experts: bool):
 
 def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
     """FLOPs where scores stay on the chip (of the keys that a token sees: causal, half of them);
-    products where they are written (all of them, within a window or not), and how many are
-    written."""
-    if layout.flash:
+    products of all of them where they are written or in 32 bits, and how many are written.
+
+    Flash kernels have 16 bits. In 32 torch's own take a mask, and keep scores on the chip where
+    each head has keys of its own; ours masks the rows of a micro-batch as one sequence."""
+    wide = layout.precision == "fp32"
+    if layout.flash and not wide:
         # A score's exponential costs as much as some products' elements.
         head_dim = dims.score_dim or dims.head_dim
         narrow = (1 + EXPONENTIAL / head_dim) / (1 + EXPONENTIAL / 128)
@@ -332,9 +353,10 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
         length = layout.seq_len / (1 if layout.cp == 1 else 2 * layout.cp)
         short = 1 + SHORT_SEQUENCE / min(length, seen)
         return 2.0 * tokens * seen * dims.score_width / layout.tp * narrow * short, (), 0.0
-    pairs = tokens * layout.seq_len
-    heads = layout.micro_batch_rows * dims.num_heads / layout.tp
-    own, s, e = layout.seq_len // layout.cp, layout.seq_len, dims.head_dim
+    together = layout.micro_batch_rows if wide and layout.program == "stepwell" else 1
+    heads = layout.micro_batch_rows / together * dims.num_heads / layout.tp
+    s, e = layout.seq_len * together, dims.head_dim
+    own = s // layout.cp
     queries_keys = (
         _product(own, s, e, processors, False, heads),
         _product(own, e, s, processors, False, heads),
@@ -345,7 +367,8 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
         _product(own, s, e, processors, False, heads),
         _product(s, e, own, processors, False, heads),
     )
-    return 0.0, (queries_keys, values), pairs * dims.num_heads / layout.tp
+    written = not layout.flash or dims.num_kv_heads < dims.num_heads
+    return 0.0, (queries_keys, values), heads * own * s if written else 0.0
 
 
 def _again(layout: Arrangement, forward: Pass, matrices, num_scores: float):
@@ -388,7 +411,7 @@ def scaled(one: Pass, share: float) -> Pass:
 
 
 def _head(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piece:
-    """The head's products are in 16 bits in every program here."""
+    """The head's products are never in 8 bits in any program here."""
     wide = dims.vocab_size // layout.tp
     forward, of_input, of_weights = linear(tokens, dims.d_model, wide, processors, low=False)
     moved = tokens * wide * (LOGIT_BYTES if fused_loss(layout) else LOGIT_BYTES_UNFUSED) / 2
@@ -403,7 +426,8 @@ def _head(dims: Dims, layout: Arrangement, processors: int, tokens: int) -> Piec
 
 def logits_twice(dims: Dims, layout: Arrangement) -> bool:
     """Whether logits are too many to keep, and ours computes them once more (models.logits)."""
-    num_bytes = HALF * layout.tokens_of_rank * (dims.vocab_size // layout.tp)
+    size = 2 * HALF if layout.precision == "fp32" else HALF
+    num_bytes = size * layout.tokens_of_rank * (dims.vocab_size // layout.tp)
     return layout.program == "stepwell" and num_bytes > KEEP_LOGITS_BYTES
 
 
