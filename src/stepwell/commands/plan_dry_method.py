@@ -179,7 +179,7 @@ def rollout_differences(
     of_run = partial(rows_of, run)
     found = dry_rollout(run, world, asked, of_run, others, machines.gpus_per_node)
     dims = planned.job.dims
-    rows = [("sampler's copy", weight_bytes(dims), found.copy)]
+    rows: list[tuple[str, float, int]] = [("sampler's copy", weight_bytes(dims), found.copy)]
     if asked is not None:
         rows.append(("keys and values", cache_bytes(dims, work, asked.slots), found.cache))
     for name, peak in found.peaks.items():

@@ -119,7 +119,6 @@ def _sample(policy: Engine, work: Sampled, watch: Watch) -> tuple[int, int]:
     found: list[KVCache] = []
     with patch.object(generate, "bucketed", lambda length: longest), _noting_caches(found):
         peak = _peak_of(watch, lambda: next(reports))
-    reports.close()
     return sum(one.kv.untyped_storage().nbytes() for one in found), peak
 
 
