@@ -34,7 +34,8 @@ from stepwell.plan.measured.shown import (
     line_rows,
     link_rows,
 )
-from stepwell.plan.methods.text import configured
+from stepwell.plan.methods.evaluated import Evaluated
+from stepwell.plan.methods.text import configured, of_limit
 from stepwell.plan.search.candidates import Candidate, Ranking
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, short, state_text
 from stepwell.plan.search.space import REASONS, Task
@@ -116,24 +117,25 @@ def offload_text(ranking: Ranking) -> str:
 
 
 def reviewed(answer: Review) -> Group:
-    candidate = answer.candidate
+    candidate, method = answer.candidate, answer.method
+    of = "" if method is None else ", in the policy's training alone"
     parts: list[RenderableType] = [
         heading(answer.task.dims, answer.task, answer.run.name),
         *[note(f"assumed: {what}") for what in answer.assumed],
-        *headline(candidate),
+        *(headline(candidate) if method is None else headline_of_method(method)),
         "",
         layout_table(candidate),
     ]
-    if answer.method is not None:
-        lines = [Text(f"  {line}") for line in configured(answer.method)]
+    if method is not None:
+        lines = [Text(f"  {line}") for line in configured(method)]
         parts += ["", title("All models of the method, and its whole step"), *lines]
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
         parts += knobs_and_fastest(answer, candidate)
-    parts += ["", title("Where the time goes"), waterfall_table(candidate)]
-    parts += ["", title("What a GPU holds"), memory_table(candidate)]
-    parts += [machine_note(candidate)]
-    parts += ["", title("What a GPU sends in a step"), traffic_table(candidate)]
+    parts += ["", title(f"Where the time goes{of}"), waterfall_table(candidate)]
+    parts += ["", title(f"What a GPU holds{of}"), memory_table(candidate)]
+    parts += [machine_note(candidate)] if method is None else []
+    parts += ["", title(f"What a GPU sends in a step{of}"), traffic_table(candidate)]
     if answer.gap is None:
         parts += knobs_and_fastest(answer, candidate)
     return Group(*parts)
@@ -144,11 +146,12 @@ def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[Rendera
     found = None if answer.gap is None else answer.gap.comparison
     if found is not None and not found.of_device:
         return []
-    before = now.step_s if found is None else found.measured.step_s
+    before = found.measured.step_s if found is not None else answer.step_s
     gains = {} if answer.gap is None else answer.gap.gains
     parts: list[RenderableType] = [
         *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs, gains)),
-        *together_lines(answer.together, now, before),
+        *together_lines(answer.together, now, before, whole),
+    whole = isinstance(answer, Review) and answer.method is not None
     ]
     if answer.fastest is not None:
         after = answer.fastest.step_s + (0.0 if found is None else found.fitted.beside_s)
@@ -214,6 +217,23 @@ def headline(found: Candidate) -> list[RenderableType]:
 def layout_table(found: Candidate) -> Table:
     layout = found.layout
     table = plain()
+def headline_of_method(found: Evaluated) -> list[RenderableType]:
+    """All models in the worst moment, and the whole step."""
+    verdict = Text(
+        "  fits" if found.fits else "  does not fit",
+        style="bold green" if found.fits else "bold red",
+    )
+    left = found.limit - found.peak
+    verdict.append(
+        f": {of_limit(found)}" + (f", {left / GIB:.1f} left" if left >= 0 else ""),
+        style="not bold default",
+    )
+    lines: list[RenderableType] = [verdict, Text(f"  {seconds_text(found.step_s)} a whole step")]
+    if found.host_shortage:
+        lines.append(Text(f"  {found.host_shortage}", style="bold red"))
+    return lines
+
+
     pipeline = layout.schedule
     if layout.stages_per_rank > 1:
         pipeline += f", {layout.stages_per_rank} stages a rank"
@@ -420,19 +440,21 @@ def range_text(knob: Knob, gains: Mapping[str, tuple[float, float]]) -> list[str
 
 
 def together_lines(
-    together: Sequence[Knob], now: Candidate, before_s: float
+    together: Sequence[Knob], now: Candidate, before_s: float, whole: bool = False
 ) -> list[RenderableType]:
     if not together:
         return []
     last, step = together[-1], now.step
+    """whole: of a step that has more in it than what `now` is of, and so no MFU."""
     names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in together)
     least = step.model_flops / step.peak_flops_per_s
     mfu = [100 * least / seconds for seconds in (before_s, last.step_s)]
     return [
         "",
         f"  One after the other: {names}.",
-        f"  Together {seconds_text(before_s)} -> {seconds_text(last.step_s)} a step, MFU "
-        f"{mfu[0]:.1f} -> {mfu[1]:.1f} %, {size_text(last.changed.peak_bytes)}.",
+    rates = "" if whole else f" MFU {mfu[0]:.1f} -> {mfu[1]:.1f} %,"
+        f"  Together {seconds_text(before_s)} -> {seconds_text(last.step_s)} a step,{rates} "
+        f"{size_text(last.changed.peak_bytes)}.",
     ]
 
 
