@@ -81,6 +81,9 @@ def test_numbers_with_units():
 
 
 def test_what_is_offloaded_is_named_once():
+    assert parse(["--offload", "any"]).pins.offload == "any"
+    with pytest.raises(ConfigError, match="or none, or any alone"):
+        parse(["--offload", "any,optimizer"])
     assert parse(["--offload", "optimizer,activations"]).pins.offload == (
         "optimizer",
         "activations",

@@ -85,7 +85,7 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "precision", "bf16|fp8|...|any", "of products (bf16); any: also with fp8", "choice",
             ("bf16", "fp16", "fp32", "fp8", "any"), "precision",
         ),
-        Option("offload", "LIST", "optimizer,parameters,activations or none", "words"),
+        Option("offload", "LIST", "optimizer,parameters,activations, none or any", "words"),
         Option(
             "checkpoint", "synchronous|asynchronous", "how they are written (asynchronous)",
             "choice", ("synchronous", "asynchronous"), "checkpoint",
@@ -292,13 +292,16 @@ def amount(name: str, text: str) -> float:
     return value
 
 
-def words(name: str, text: str) -> tuple[str, ...]:
+def words(name: str, text: str) -> tuple[str, ...] | Literal["any"]:
     legal = ("optimizer", "parameters", "activations")
+    if text == "any":
+        return text
     found = tuple(word for word in text.split(",") if word and word != "none")
     for word in found:
         if word not in legal:
             raise ConfigError(
-                f"{name} {word!r} must be of {', '.join(legal)}, or none{nearest(word, legal)}"
+                f"{name} {word!r} must be of {', '.join(legal)}, or none, or any alone"
+                f"{nearest(word, legal)}"
             )
     once = tuple(dict.fromkeys(found))
     if once != found:

@@ -23,6 +23,7 @@ from stepwell.plan.explain.answer import (
 )
 from stepwell.plan.explain.circumstances import LINKS, links_note
 from stepwell.plan.explain.knobs import Knob
+from stepwell.plan.explain.reasons import fastest_offload
 from stepwell.plan.explain.words import change_text, count_text, part_text
 from stepwell.plan.job import Dims
 from stepwell.plan.measured.gap import Gap
@@ -84,6 +85,11 @@ def searched(answer: Searched, most: int) -> Group:
         parts.append(note(f"Within {100 * (TOO_CLOSE - 1):.0f} %, too close to call: {names}."))
     if ranking.offload:
         parts.append(note(offload_text(ranking)))
+    faster = fastest_offload(answer.explanation.reasons)
+    if faster is not None and TOO_CLOSE * faster.step_s < best.step_s:
+        change = change_text(faster.step_s, best.step_s)
+        said = f"{seconds_text(faster.step_s)} ({change}): {short(faster.layout)}."
+        parts.append(note(f"Faster with offload (--offload any): {said}"))
     if answer.gap is not None:
         parts += ["", title("Measured against predicted"), *gap_lines(answer.gap)]
         parts += [*knobs_and_fastest(answer, best)]
@@ -106,14 +112,11 @@ def searched(answer: Searched, most: int) -> Group:
 
 
 def offload_text(ranking: Ranking) -> str:
-    """Why something goes to the host though nobody asked."""
+    """What goes to the host if no kind of it was asked for, and why."""
     kinds, without = " and ".join(ranking.offload), ranking.resident_s
     if without == math.inf:
         return f"Nothing fits without offload; to the host: {kinds}."
-    return (
-        f"To the host: {kinds}; without offload, what fits computes activations again and takes "
-        f"{seconds_text(without)}."
-    )
+    return f"To the host: {kinds}; without offload the fastest takes {seconds_text(without)}."
 
 
 def reviewed(answer: Review) -> Group:

@@ -24,7 +24,7 @@ from stepwell.plan.explain.circumstances import (
     scenarios,
 )
 from stepwell.plan.explain.knobs import knobs, refusal, together
-from stepwell.plan.explain.reasons import explain, reasons
+from stepwell.plan.explain.reasons import WORTH_TELLING, explain, fastest_offload, reasons
 from stepwell.plan.explain.words import PARTS
 from stepwell.plan.job import job_of
 from stepwell.plan.measured.gap import gap, measured_step_s
@@ -140,6 +140,31 @@ def test_what_is_held_fixed_is_said_not_to_be_searched():
     held = "Held fixed, so layouts with other values are not searched."
     assert held in found["zero"].text
     assert held not in found["recompute"].text
+
+
+def test_the_best_with_a_value_is_what_a_search_finds_that_holds_it():
+    """Long rows on few machines, where offload would be faster but is not taken unasked."""
+    model, pins = find_model("qwen3-32b"), Pins(max_cp=4, recompute="every", micro_batch_rows=1)
+    sizes = model.dims, H100, 32, 32768, 64 * 32768
+    some = Prices(model.dims, H100, model.config)
+    ranking = search(*sizes, pins, prices=some)
+    best, task = ranking.best, ranking.task
+    found = {reason.axis: reason for reason in reasons(some, task, best)}
+    for axis in ("tp", "pp"):
+        for other in found[axis].alternatives:
+            value = int(other.label.split()[1])
+            held = search(*sizes, replace(pins, **{axis: value}), prices=some)
+            if other.best is not None:
+                assert other.best.step_s == pytest.approx(held.best.step_s, rel=1e-3)
+                assert held.best.step_s >= best.step_s
+            else:  # nothing fits without offload, or only what is not worth telling
+                assert held.offload or held.best.step_s > WORTH_TELLING * best.step_s
+    any_kind = search(*sizes, replace(pins, offload="any"), prices=some).best
+    faster = fastest_offload(found.values())
+    assert faster is not None
+    assert offloaded(any_kind.layout)
+    assert any_kind.step_s < 0.98 * best.step_s
+    assert faster.step_s == pytest.approx(any_kind.step_s, rel=2e-3)
 
 
 def test_where_something_must_be_offloaded_others_are_searched_with_it():

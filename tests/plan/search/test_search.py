@@ -400,8 +400,10 @@ def test_where_nothing_fits_the_leanest_is_named():
     [("rtx4090", 4, True, True), ("rtx4090", 6, True, True), ("h100-sxm", 1, True, True),
      ("h200", 1, True, False), ("b200", 2, False, False)],
 )  # fmt: skip
-def test_the_fastest_offload_is_taken_where_memory_asks_for_one(gpu, gpus, offloads, forced):
-    """Where nothing fits without, or only what computes again; against each kind held fixed."""
+def test_the_fastest_offload_is_taken_where_nothing_fits_without_or_any_is_asked_for(
+    gpu, gpus, offloads, forced
+):
+    """Against each kind held fixed."""
     machines = cluster(gpu)
     some = Prices(EIGHT.dims, machines, EIGHT.config)
 
@@ -409,17 +411,16 @@ def test_the_fastest_offload_is_taken_where_memory_asks_for_one(gpu, gpus, offlo
         return search(EIGHT.dims, machines, gpus, SEQ_LEN, 512 * SEQ_LEN, pins, EIGHT.config, 1.0,
                       some)  # fmt: skip
 
-    free, none = found(), found(Pins(offload=()))
-    assert bool(free.offload) == offloads
-    assert set(free.offload) == set(offloaded(free.best.layout))
+    free, any_kind, none = found(), found(Pins(offload="any")), found(Pins(offload=()))
+    assert bool(free.offload) == forced
+    assert bool(any_kind.offload) == offloads
+    assert free.best.layout == (any_kind if forced else none).best.layout
+    assert set(any_kind.offload) == set(offloaded(any_kind.best.layout))
     assert bool(none.found) != forced
-    assert (free.resident_s == math.inf) == forced
-    if offloads:
-        held = [found(Pins(offload=kinds)).found for kinds in OFFLOADS]
-        fastest_s = min(r[0].step_s for r in [*held, none.found] if r)
-        assert fastest_s <= free.best.step_s <= OFFLOAD_GAIN * fastest_s
-    else:
-        assert none.best.layout.recompute == "none"
+    assert (any_kind.resident_s == math.inf) == forced
+    held = [found(Pins(offload=kinds)).found for kinds in OFFLOADS]
+    fastest_s = min(r[0].step_s for r in [*held, none.found] if r)
+    assert fastest_s <= any_kind.best.step_s <= OFFLOAD_GAIN * fastest_s
 
 
 def test_offload_needs_room_in_the_machine():
@@ -430,10 +431,10 @@ def test_offload_needs_room_in_the_machine():
 
 def test_more_of_the_same_accelerators_are_no_slower():
     """Eight billion parameters in cards of 24 GiB: each number finds another way to fit."""
-    machines, steps = cluster("rtx4090"), []
+    machines, steps, pins = cluster("rtx4090"), [], Pins(offload="any")
     some = Prices(EIGHT.dims, machines, EIGHT.config)
     for gpus in range(1, 9):
-        found = search(EIGHT.dims, machines, gpus, SEQ_LEN, 512 * SEQ_LEN, None, EIGHT.config, 1.0,
+        found = search(EIGHT.dims, machines, gpus, SEQ_LEN, 512 * SEQ_LEN, pins, EIGHT.config, 1.0,
                        some)  # fmt: skip
         steps.append(found.best.step_s if found.found else math.inf)
         assert found.found or gpus == 1

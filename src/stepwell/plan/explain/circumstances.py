@@ -133,11 +133,11 @@ def _known_s(prices: Prices, task: Task, best: Candidate) -> float:
 
 
 def as_forced(task: Task, best: Candidate) -> Task:
-    """Where nothing fits without, other values are looked for with what was offloaded, and with
+    """Where nothing fits without, other values are looked for with what goes to the host, and with
     groups of blocks that are computed again, too."""
     offload, recompute = task.pins.offload, task.pins.recompute
     if offload is None and offloaded(best.layout):
-        offload = tuple(offloaded(best.layout))
+        offload = "any"
     if best.layout.recompute == "sqrt":
         recompute = "sqrt"
     return replace(task, pins=replace(task.pins, offload=offload, recompute=recompute))

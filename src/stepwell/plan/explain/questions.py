@@ -98,8 +98,8 @@ def _offloads(now: Arrangement) -> Question:
     """To the host: it leans on memory and links that the planner knows little of."""
     has = tuple(offloaded(now))
     lead = (
-        "To the hosts goes only what is asked for (--offload), or where nothing fits without, or "
-        "only what computes activations again; then all kinds are priced."
+        "To the hosts goes only what is asked for (--offload LIST, or --offload any for whichever "
+        "is the fastest), or what nothing fits without."
     )
     value = f"offload {' and '.join(has)}" if has else "no offload"
     others = tuple(
@@ -109,7 +109,7 @@ def _offloads(now: Arrangement) -> Question:
             {"offload": kinds},
         )
         for kinds in ((), *OFFLOADS)
-        if kinds != has and (has or now.recompute != "none" or kinds == ("optimizer",))
+        if kinds != has
     )
     return Question("offload", "What goes to the host?", value, others, lead)
 

@@ -6,7 +6,7 @@ the accelerators; `best` searches again with the other value held fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,6 +125,13 @@ def reasons(prices: Prices, task: Task, best: Candidate, deep: bool = True) -> I
         yield Reason(asked.axis, asked.question, asked.value, lead, tuple(found), tuple(told))
 
 
+def fastest_offload(reasons: Iterable[Reason]) -> Candidate | None:
+    """Of all that was searched with some other offload than the best layout's."""
+    asked = [alternative for r in reasons if r.axis == "offload" for alternative in r.alternatives]
+    found = [alternative.best for alternative in asked if alternative.best is not None]
+    return min(found, key=lambda c: c.step_s, default=None)
+
+
 def _budget(prices: Prices, best: Candidate) -> str:
     """What choosing block by block could gain."""
     if best.layout.recompute == "none":
@@ -238,5 +245,11 @@ def _told(alternative: Alternative, best: Candidate) -> str:
         text += f" The best with it takes {seconds_text(other.step_s)} ({versus}): "
         text += f"{short(other.layout)}."
     elif alternative.searched and alternative.best is None and not (alone.broken or alone.fits):
-        text += f" No layout with it that fits takes less than {WORTH_TELLING:g} times as long."
+        resident = (
+            "" if offloaded(best.layout) or label.startswith("offload") else " without offload"
+        )
+        text += (
+            f" No layout with it that fits{resident} takes less than {WORTH_TELLING:g} times as "
+        )
+        text += "long."
     return text

@@ -82,8 +82,8 @@ class Ranking:
     """found: layouts that fit, the fastest first; all within `SLACK` of the best are there.
     refused_meshes, refused: how many meshes, and layouts of the others, by rule (`space.REASONS`).
     closest: where nothing fits, what needs the least memory. offload: what goes to the host of
-    those found though nobody asked. resident_s: the fastest step without; inf where nothing fits
-    so."""
+    those found, if no kind of it was asked for. resident_s: the fastest step without; inf where
+    nothing fits so."""
 
     task: Task
     found: tuple[Candidate, ...]
@@ -136,7 +136,7 @@ def nothing_fits(ranking: Ranking) -> str:
     said += f" of {has / 2**30:.1f} GiB on each{held}"
     if needs + pins.headroom_bytes > has >= needs:
         said += f", and {pins.headroom_bytes / 2**30:g} must stay free"
-    if pins.offload is None and not offloaded(closest.layout):
+    if pins.offload in (None, "any") and not offloaded(closest.layout):
         said += ", and does not fit with offload to the host either"
     freed = ", or free what is held fixed" if held else ""
     return f"{what}fits: {said}; give more accelerators{freed}"

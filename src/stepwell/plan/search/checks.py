@@ -46,7 +46,7 @@ def pins_text(pins: Pins) -> str:
     given = {key: value for key, value in pins.given().items() if key != "compiled"}
     if "headroom_bytes" in given:
         given["headroom"] = f"{given.pop('headroom_bytes') / 2**30:g}"
-    if "offload" in given:
+    if given.get("offload", "any") != "any":
         given["offload"] = ",".join(given["offload"]) or "none"
     return " ".join(f"{option(key)} {value}" for key, value in given.items())
 
@@ -187,10 +187,10 @@ def _data(task: Task) -> None:
         raise ConfigError(
             f"--reduce-gradients {pins.reduce_gradients}: {instead}; leave --reduce-gradients out"
         )
-    if {"optimizer", "parameters"} <= {*(pins.offload or ())}:
-        legal = ",".join(kind for kind in pins.offload or () if kind != "optimizer")
+    if {"optimizer", "parameters"} <= {*pins.kinds}:
+        legal = ",".join(kind for kind in pins.kinds if kind != "optimizer")
         raise ConfigError(
-            f"--offload {','.join(pins.offload or ())}: parameters take the optimiser with them; "
+            f"--offload {','.join(pins.kinds)}: parameters take the optimiser with them; "
             f"the nearest legal value is --offload {legal}"
         )
 

@@ -59,7 +59,7 @@ def _something_fits(task: Task, prices: Prices) -> bool:
     except ConfigError:
         return False
     held = task.pins.offload
-    kinds = ((), *OFFLOADS) if held is None else (held,)
+    kinds = ((), *OFFLOADS) if held in (None, "any") else (held,)
     return any(what_fits(with_offload(task, kind), prices) for kind in kinds)
 
 

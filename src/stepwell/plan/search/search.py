@@ -70,7 +70,7 @@ def search(
     """Layouts by predicted step time. global_batch_tokens: rounded to whole rows of seq_len.
     config: the engine's model, whose rules then have the last word. prices: of an earlier search
     for the same model and cluster. at_most_s: slower layouts are of no interest. may_offload: where
-    nothing fits without, or only what computes activations again; of all kinds the fastest.
+    nothing fits without, the fastest of all kinds.
 
     Raises ConfigError for pins and sizes that no layout can have; where nothing fits, `found` is
     empty.
@@ -89,8 +89,11 @@ def search(
     if may_offload and task.pins.recompute is None:
         opened = _with_groups(task, prices, slack, opened)
     resident, offload = opened, ()
-    if may_offload and task.pins.offload is None and at_most_s == math.inf:
-        offload = _worthwhile_offload(task, prices, opened)
+    forced = (
+        may_offload and task.pins.offload is None and not opened.found and at_most_s == math.inf
+    )
+    if forced or task.pins.offload == "any":
+        offload = _worthwhile_offload(task, prices, min(opened.best_s, at_most_s))
     if offload:
         opened = _search(with_offload(task, offload), prices, slack)
     found = _checked(opened, slack)
@@ -119,13 +122,10 @@ def _with_groups(task: Task, prices: Prices, slack: float, opened: _Open) -> _Op
     return found if found.found else opened
 
 
-def _worthwhile_offload(task: Task, prices: Prices, resident: _Open) -> tuple[str, ...]:
+def _worthwhile_offload(task: Task, prices: Prices, best_s: float) -> tuple[str, ...]:
     """The kinds with which the step is the shortest, each asked for only so far as it would be much
-    faster than those before; none where nothing is computed again for want of memory. None beats
-    memory without end."""
-    best_s, chosen = resident.best_s, ()
-    if resident.found and next(iter(resident.found)).recompute in ("none", task.pins.recompute):
-        return chosen
+    faster than those before, and than best_s. None beats memory without end."""
+    chosen: tuple[str, ...] = ()
     endless = replace(task, pins=replace(task.pins, headroom_bytes=-math.inf))
     least_s = _search(endless, prices, 1.0).best_s
     for kinds in OFFLOADS:
@@ -141,7 +141,7 @@ def _closest(task: Task, prices: Prices, may_offload: bool) -> Candidate | None:
     """What lacks the least, with or without offload; of what an accelerator has room for, what
     takes the least of the machine's memory."""
     tasks = [task]
-    if may_offload and task.pins.offload is None:
+    if (may_offload and task.pins.offload is None) or task.pins.offload == "any":
         tasks += [with_offload(task, kinds) for kinds in OFFLOADS]
     leanest = [lean for one in tasks if (lean := leanest_of(one, prices))]
     exact = [(prices.as_run(lean), lean) for lean in leanest]

@@ -92,13 +92,18 @@ class Pins:
     stages_per_rank: int | None = None
     recompute: Recompute | None = None
     precision: Precision | Literal["any"] | None = None
-    offload: tuple[str, ...] | None = None
+    offload: tuple[str, ...] | Literal["any"] | None = None
     checkpoint: Literal["synchronous", "asynchronous"] | None = None
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
     compiled: bool = True
     headroom_bytes: float = 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is to go to the host in any case."""
+        return () if self.offload in (None, "any") else self.offload
 
     def given(self) -> dict[str, Any]:
         """What differs from an empty value."""
@@ -245,7 +250,7 @@ def schedules(task: Task, mesh: Mesh, refused: Refused) -> list[tuple[str, int]]
 
 def body(task: Task, family: Family) -> Arrangement:
     """A layout with the cheapest data parallelism that there is: ZeRO-1 over all data ranks."""
-    mesh, halves, offload = family.mesh, family.schedule in ZERO_BUBBLE, task.pins.offload or ()
+    mesh, halves, offload = family.mesh, family.schedule in ZERO_BUBBLE, task.pins.kinds
     return Arrangement(
         seq_len=task.seq_len,
         micro_batch_rows=family.micro_batch_rows,
