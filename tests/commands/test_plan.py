@@ -426,6 +426,32 @@ def test_a_methods_plan_is_a_page_and_a_recipe_that_is_planned_alike(capsys, tmp
         assert f"a whole step: {step}" in recipe.read_text("utf-8")
 
 
+@pytest.mark.parametrize(("rows", "fits"), [(4, True), (16, False)])
+def test_text_json_page_and_exit_code_have_one_verdict_on_all_models(capsys, tmp_path, rows, fits):
+    recipe, page = tmp_path / "planned.toml", tmp_path / "plan.html"
+    run(capsys, "--model", "llama3-8b", "--gpus", "8", "--method", "ppo", "--write", str(recipe))
+    words = [str(recipe), "--gpus", "8", "--quick", "--train.micro_batch_rows", str(rows)]
+    code, out, _ = run(capsys, *words, "--json", "--html", str(page))
+    found = json.loads(out)
+    method = found["all_models"]
+    assert (code == 0, found["fits"], method["fits"]) == (fits, fits, fits)
+    peak, usable = found["memory/peak_bytes"], found["memory/usable_bytes"]
+    assert found["memory/headroom_bytes"] == pytest.approx(usable - peak, abs=2)
+    assert (peak, usable) == (round(method["peak"]), round(method["limit"]))
+    assert sum(found["memory/items"].values()) == pytest.approx(peak, abs=8)
+    assert found["time/step_s"] == method["step_s"] == sum(found["time/parts"].values())
+    assert found["policy_training"]["memory/peak_bytes"] < peak
+    for knob in found["knobs"]:
+        assert knob["time/step_s"] == pytest.approx((1 - knob["gain"]) * found["time/step_s"])
+    code, out, _ = run(capsys, *words)
+    assert (code == 0) == fits
+    said = f"{'fits' if fits else 'does not fit'}: {peak / 2**30:.1f} of {usable / 2**30:.1f} GiB"
+    assert re.findall(r"^ +((?:fits|does not fit): \S+ of \S+ GiB)", out, re.M) == [said, said]
+    told, verdict = page.read_text("utf-8"), "fits" if fits else "does not fit"
+    assert f"{peak / 2**30:.1f} GiB" in told
+    assert f"of {usable / 2**30:.1f} GiB while {method['phase']}: {verdict}" in told
+
+
 def test_what_no_recipe_says_is_refused_and_nothing_is_written(capsys, tmp_path):
     path = tmp_path / "planned.toml"
     words = ["--model", "llama3-8b", "--gpus", "1", "--gpu", "l4", "--method", "grpo"]

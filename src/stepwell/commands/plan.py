@@ -178,17 +178,39 @@ def _gap(asked: Asked, job: Job, config: ModelConfig | None, run: Run | None = N
     return gap(job, measured_step_s(given, job), config, f"{name}={value:g}")
 
 
-def _knobs(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Sequence[Knob]:
-    """At the rates that a trace shows, if there is one."""
+def _knobs(
+    found: Gap | None,
+    prices: Prices,
+    now: Candidate,
+    task: Task,
+    run: Run | None = None,
+    method: Evaluated | None = None,
+) -> Sequence[Knob]:
+    """At the rates that a trace shows, if there is one; of all models, if there are several."""
+    if run is not None and method is not None:
+        from stepwell.plan.methods.knobs import method_knobs
+
+        return method_knobs(run, prices.cluster, method)
     if found is not None and found.comparison is not None:
         return found.comparison.knobs
-    return knobs(prices, task, now.layout, prices.config)
+    return knobs(prices, task, now.layout, prices.config, run=run)
 
 
-def _together(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Sequence[Knob]:
+def _together(
+    found: Gap | None,
+    prices: Prices,
+    now: Candidate,
+    task: Task,
+    run: Run | None = None,
+    method: Evaluated | None = None,
+) -> Sequence[Knob]:
+    if run is not None and method is not None:
+        from stepwell.plan.methods.knobs import method_together
+
+        return method_together(run, prices.cluster, method)
     if found is not None and found.comparison is not None:
         return found.comparison.together
-    return together(prices, task, now.layout, prices.config)
+    return together(prices, task, now.layout, prices.config, run=run)
 
 
 def _fastest(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Candidate | None:
@@ -321,8 +343,8 @@ def _recipe(asked: Asked) -> int:
         run=run,
         task=task,
         candidate=candidate,
-        knobs=tuple(_knobs(measured, prices, candidate, task)),
-        together=() if quick else tuple(_together(measured, prices, candidate, task)),
+        knobs=tuple(_knobs(measured, prices, candidate, task, run, method)),
+        together=() if quick else tuple(_together(measured, prices, candidate, task, run, method)),
         fastest=fastest,
         gap=measured,
         assumed=(
@@ -421,8 +443,8 @@ def _of_step(run: Run, rows: int) -> tuple[str, ...]:
     else:
         return ()
     return what, (
-        "step, rates and layout are of one training pass of the policy; the whole step of the "
-        "method and the memory of all its models are told below as such"
+        "memory, a step and knobs are of all models and the whole step; where the time goes, and "
+        "what a GPU sends, are of one training pass of the policy"
     )
 
 

@@ -45,6 +45,10 @@ class Searched:
     def best(self) -> Candidate:
         return self.ranking.best
 
+    @property
+    def step_s(self) -> float:
+        return self.best.step_s
+
 
 @dataclass(frozen=True)
 class Review:
@@ -64,8 +68,11 @@ class Review:
 
     @property
     def fits(self) -> bool:
-        whole = self.method is None or self.method.fits
-        return whole and self.candidate.fits
+        return self.candidate.fits if self.method is None else self.method.fits
+
+    @property
+    def step_s(self) -> float:
+        return self.candidate.step_s if self.method is None else self.method.step_s
 
 
 def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
@@ -76,6 +83,7 @@ def candidate_json(found: Candidate, full: bool = True) -> dict[str, Any]:
         "text": short(layout),
         "fits": found.fits,
         "memory/peak_bytes": round(found.peak_bytes),
+        "memory/usable_bytes": found.job.cluster.accelerator.memory_bytes,
         "memory/headroom_bytes": round(found.headroom_bytes),
         "time/step_s": step.total_s,
         "comm/exposed_s": step.exposed_s,
@@ -272,17 +280,36 @@ def review_json(review: Review) -> dict[str, Any]:
         "num_gpus": task.num_gpus,
         "global_batch_tokens": task.tokens,
         "assumed": list(review.assumed),
-        **candidate_json(review.candidate),
+        **(candidate_json(review.candidate) if review.method is None else _of_method(review)),
         "knobs": knobs_json(review.knobs),
         "together": knobs_json(review.together),
         "fastest": candidate_json(review.fastest, full=False) if review.fastest else None,
     }
     if review.method is not None:
-        values["fits"] = review.fits
         values["all_models"] = review.method.as_json()
     if review.gap is not None:
         values["measured"] = gap_json(review.gap)
     return values
+
+
+def _of_method(review: Review) -> dict[str, Any]:
+    """Of all models and the whole step; what is of the policy's training alone has a name of its
+    own."""
+    method, policy = review.method, candidate_json(review.candidate)
+    assert method is not None
+    held = method.parts[method.phase]
+    return {
+        **{key: policy[key] for key in ("layout", "text", "runnable", "settings")},
+        "fits": method.fits,
+        "memory/peak_bytes": round(method.peak),
+        "memory/usable_bytes": round(method.limit),
+        "memory/headroom_bytes": round(method.limit - method.peak),
+        "memory/phase": method.phase,
+        "memory/items": {name: round(n) for name, n in held.items()},
+        "time/step_s": method.step_s,
+        "time/parts": method.times,
+        "policy_training": policy,
+    }
 
 
 def gap_json(found: Gap) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepwell.config import Run
 from stepwell.hardware import GIB
+from stepwell.parallel.rules import check_run
 from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement, job_of
 from stepwell.plan.search.prices import Prices, as_run, checked_run
-from stepwell.plan.search.runs import settings_text
+from stepwell.plan.search.runs import settings_between, settings_text
 from stepwell.plan.search.space import RECOMPUTE, Task
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
@@ -47,13 +49,14 @@ def knobs(
     layout: Arrangement,
     config: ModelConfig | None,
     beside_s: float = 0.0,
+    run: Run | None = None,
 ) -> list[Knob]:
     """All that have an effect, the largest gain first. beside_s: of a step, what is not predicted
-    and only grows with the batch."""
+    and only grows with the batch. run: what is configured, whose other keys have a say, too."""
     before = prices.time(layout)
     per_token = (before.total_s + beside_s) / layout.global_batch_tokens
     found: list[Knob] = []
-    for name, changes, alters in _turns(task, layout):
+    for name, changes, alters in turns(task, layout):
         rows = changes.get("global_batch_rows", task.rows)
         after = changed(prices, replace(task, rows=rows), layout, changes)
         if after.layout is None or after.step is None or after.layout == layout:
@@ -62,7 +65,11 @@ def knobs(
         gain = 1 - step_s / after.layout.global_batch_tokens / per_token
         if abs(gain) < LEAST_GAIN:
             continue
-        refused = refusal(prices, after.layout, config) if after.works and gain > 0 else ""
+        refused = ""
+        if run is not None and after.works:
+            refused = refusal_of_run(prices, run, after.layout)
+        if after.works and gain > 0:
+            refused = refused or refusal(prices, after.layout, config)
         part, seconds = grown(before, after.step)
         setting = settings_text(layout, after.layout)
         found.append(Knob(name, setting, gain, after, step_s, refused, alters, (part, seconds)))
@@ -87,7 +94,22 @@ def refusal(prices: Prices, layout: Arrangement, config: ModelConfig | None) -> 
     return f"needs {exact.peak_bytes / GIB:.1f} of {has / GIB:.1f} GiB by the engine's own ledger"
 
 
-def _turns(task: Task, now: Arrangement) -> Iterator[tuple[str, dict[str, Any], str]]:
+def refusal_of_run(prices: Prices, run: Run, layout: Arrangement) -> str:
+    """What the engine's rules have against what is configured, with its layout changed."""
+    try:
+        before = job_of(run, layout.num_gpus, prices.cluster).layout
+        check_run(turned_run(run, before, layout), layout.num_gpus)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def turned_run(run: Run, before: Arrangement, after: Arrangement) -> Run:
+    """With the keys that lead from its layout to the other. Raises ConfigError."""
+    return Run.parse(run.model_dump(exclude_none=True), settings_between(before, after))
+
+
+def turns(task: Task, now: Arrangement) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(name, changes, what else they alter)."""
     rows = now.micro_batch_rows
     for n in {2 * rows, rows // 2} - {0}:
@@ -154,12 +176,13 @@ def together(
     layout: Arrangement,
     config: ModelConfig | None,
     beside_s: float = 0.0,
+    run: Run | None = None,
 ) -> list[Knob]:
     """The knobs that work, one after the other, each time the one that gains most; only those that
     leave the training as it is. Their gains are each of the step before."""
     taken: list[Knob] = []
     while len(taken) < MOST_COMBINED:
-        found = knobs(prices, task, layout, config, beside_s)
+        found = knobs(prices, task, layout, config, beside_s, run)
         best = next((k for k in found if k.works and not k.alters), None)
         if best is None or best.gain < LEAST_COMBINED_GAIN or best.changed.layout is None:
             break

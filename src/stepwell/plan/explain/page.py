@@ -18,6 +18,7 @@ from stepwell.plan.explain.knobs import Knob
 from stepwell.plan.explain.words import change_text, count_text
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import cause_rows, easing, head, line_rows, link_rows
+from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import REASONS, Task
@@ -82,7 +83,47 @@ def _of_search(answer: Searched) -> dict[str, Any]:
 
 def _of_review(answer: Review) -> dict[str, Any]:
     tables = [*_gap(answer.gap), _knobs(answer.knobs), _traffic(answer.candidate)]
-    return of_candidate(answer.candidate, answer.task, answer.run.name, tables)
+    method = answer.method
+    if method is None:
+        return of_candidate(answer.candidate, answer.task, answer.run.name, tables)
+    found = of_candidate(
+        answer.candidate, answer.task, answer.run.name, [_moments(method), *tables]
+    )
+    found["figures"] = _figures_of_method(method)
+    found["memory_title"] = "What a GPU holds in the policy's training alone"
+    found["time_title"] = "From peak to MFU, in the policy's training alone"
+    return found
+
+
+def _figures_of_method(found: Evaluated) -> list[Figure]:
+    here, there = found.peak <= found.limit, found.host_of_machine <= found.host_limit
+    return [
+        Figure(
+            "memory of a GPU, all models",
+            size_text(found.peak),
+            f"of {size_text(found.limit)} while {found.phase}: {_verdict(here)}",
+            "good" if here else "bad",
+        ),
+        Figure(
+            "a machine's own memory",
+            size_text(found.host_of_machine),
+            f"of {found.host_text}: {_verdict(there)}",
+            "good" if there else "bad",
+        ),
+        Figure("a whole step", seconds_text(found.step_s)),
+    ]
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "does not fit"
+
+
+def _moments(found: Evaluated) -> Rows:
+    rows = [(name, size_text(held), size_text(found.limit)) for name, held in found.phases.items()]
+    times = ", ".join(f"{name} {seconds_text(s)}" for name, s in found.times.items())
+    note = f"A whole step: {times}."
+    columns = ("while", "a GPU holds", "of")
+    return Rows("moments", "All models of the method", columns, rows, columns[1:], note)
 
 
 def _gap(found: Gap | None) -> list[Rows]:
@@ -125,13 +166,13 @@ def of_candidate(best: Candidate, task: Task, name: str, tables: Sequence[Rows])
             Figure(
                 "memory of a GPU",
                 size_text(best.peak_bytes),
-                f"of {has / GIB:.1f} GiB: {'fits' if here else 'does not fit'}",
+                f"of {has / GIB:.1f} GiB: {_verdict(here)}",
                 "good" if here else "bad",
             ),
             Figure(
                 "a machine's own memory",
                 size_text(host.total),
-                f"of {host.room / GIB:.1f} GiB: {'fits' if host.fits else 'does not fit'}",
+                f"of {host.room / GIB:.1f} GiB: {_verdict(host.fits)}",
                 "good" if host.fits else "bad",
             ),
             Figure(

@@ -115,6 +115,14 @@ class Evaluated:
         return size_text(self.host_limit) + ("" if known else " as is usual")
 
     @property
+    def host_shortage(self) -> str:
+        """In words, if a machine has too little memory of its own."""
+        if self.host_of_machine <= self.host_limit:
+            return ""
+        needs = size_text(self.host_of_machine)
+        return f"a machine's memory would hold {needs} and has {self.host_text}"
+
+    @property
     def trains_the_same(self) -> bool:
         return self.distance < OTHER_TRAINING
 

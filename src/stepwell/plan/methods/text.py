@@ -112,10 +112,7 @@ def verdict(plan: MethodPlan) -> list[str]:
             f"{size_text(asked.limit)}"
         ]
     else:
-        said = [
-            "it does not fit: a machine's memory would hold "
-            f"{size_text(asked.host_of_machine)} and has {asked.host_text}"
-        ]
+        said = [f"it does not fit: {asked.host_shortage}"]
     if plan.fewest_gpus is not None:
         said.append(f"from {plan.fewest_gpus} GPUs on it would")
     else:
@@ -147,7 +144,8 @@ def _served(asked: Evaluated) -> str:
 def configured(one: Evaluated) -> list[str]:
     """Of a recipe: whether all its models fit, and the whole step."""
     verdict = "fits" if one.fits else "does not fit"
-    return [f"{verdict}: {of_limit(one)}", *_of(one)]
+    short = [one.host_shortage] if one.host_shortage else []
+    return [f"{verdict}: {of_limit(one)}", *short, *_of(one)]
 
 
 def _of(one: Evaluated, with_settings: bool = False) -> list[str]:

@@ -4,10 +4,12 @@ recipe. No torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from stepwell.config import Run
 from stepwell.plan.job import Arrangement
+from stepwell.schema import dotted_keys
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -149,18 +151,22 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
+def settings_between(before: Arrangement, after: Arrangement) -> dict[str, Any]:
+    """What has to be set to come from one layout to the other, by dotted key: where the other
+    leaves a key as usual, to what is usual."""
+    old, new, usual = settings_of(before), settings_of(after), _usual()
+    both = {key: (old.get(key, usual[key]), new.get(key, usual[key])) for key in {**old, **new}}
+    return {key: now for key, (was, now) in both.items() if was != now}
+
+
+@cache
+def _usual() -> dict[str, Any]:
+    return {key: field.default for key, field in dotted_keys(Run)}
+
+
 def settings_text(before: Arrangement, after: Arrangement) -> str:
-    """What has to be set to come from one layout to the other, as on the command line."""
+    """`settings_between`, as on the command line."""
     if after.ep > 1 or before.ep > 1:
         return f"EP {after.ep}"
-    old, new = settings_of(before), settings_of(after)
-    usual = {"remat.mode": "none", "precision.fp8.recipe": "none", "layout.pp_schedule": "1f1b"}
-    usual |= {"layout.pp_stages_per_rank": 1, "layout.reduce_gradients": "auto"}
-    usual |= {"layout.reshard_after_forward": "always"}
-    changed = []
-    for key in {**old, **new}:
-        was, now = old.get(key, usual.get(key)), new.get(key, usual.get(key))
-        if was != now:
-            shown = str(now).lower() if isinstance(now, bool) else now
-            changed.append(f"--{key} {shown}")
-    return " ".join(changed)
+    changed = settings_between(before, after).items()
+    return " ".join(f"--{key} {str(x).lower() if isinstance(x, bool) else x}" for key, x in changed)
