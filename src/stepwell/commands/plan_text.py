@@ -151,10 +151,10 @@ def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[Rendera
         return []
     before = found.measured.step_s if found is not None else answer.step_s
     gains = {} if answer.gap is None else answer.gap.gains
+    whole = isinstance(answer, Review) and answer.method is not None
     parts: list[RenderableType] = [
         *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs, gains)),
         *together_lines(answer.together, now, before, whole),
-    whole = isinstance(answer, Review) and answer.method is not None
     ]
     if answer.fastest is not None:
         after = answer.fastest.step_s + (0.0 if found is None else found.fitted.beside_s)
@@ -217,9 +217,6 @@ def headline(found: Candidate) -> list[RenderableType]:
     return lines
 
 
-def layout_table(found: Candidate) -> Table:
-    layout = found.layout
-    table = plain()
 def headline_of_method(found: Evaluated) -> list[RenderableType]:
     """All models in the worst moment, and the whole step."""
     verdict = Text(
@@ -237,6 +234,9 @@ def headline_of_method(found: Evaluated) -> list[RenderableType]:
     return lines
 
 
+def layout_table(found: Candidate) -> Table:
+    layout = found.layout
+    table = plain()
     pipeline = layout.schedule
     if layout.stages_per_rank > 1:
         pipeline += f", {layout.stages_per_rank} stages a rank"
@@ -445,17 +445,17 @@ def range_text(knob: Knob, gains: Mapping[str, tuple[float, float]]) -> list[str
 def together_lines(
     together: Sequence[Knob], now: Candidate, before_s: float, whole: bool = False
 ) -> list[RenderableType]:
+    """whole: of a step that has more in it than what `now` is of, and so no MFU."""
     if not together:
         return []
     last, step = together[-1], now.step
-    """whole: of a step that has more in it than what `now` is of, and so no MFU."""
     names = ", then ".join(f"{k.name} ({100 * k.gain:+.1f} %)" for k in together)
     least = step.model_flops / step.peak_flops_per_s
     mfu = [100 * least / seconds for seconds in (before_s, last.step_s)]
+    rates = "" if whole else f" MFU {mfu[0]:.1f} -> {mfu[1]:.1f} %,"
     return [
         "",
         f"  One after the other: {names}.",
-    rates = "" if whole else f" MFU {mfu[0]:.1f} -> {mfu[1]:.1f} %,"
         f"  Together {seconds_text(before_s)} -> {seconds_text(last.step_s)} a step,{rates} "
         f"{size_text(last.changed.peak_bytes)}.",
     ]
