@@ -9,6 +9,7 @@ from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.comms.host_link import busiest_way, moved
 from stepwell.plan.comms.step import Phase
 from stepwell.plan.steptime.coefficients import SHIPPED, UNMEASURED, fastest_matmul, peak
+from stepwell.plan.steptime.muon import orthogonal_products
 from stepwell.plan.steptime.step import PCIE, flops_per_token, ledger, predict_step, price
 from stepwell.plan.steptime.waterfall import lines, waterfall
 from stepwell.plan.steptime.work import work_of
@@ -354,6 +355,34 @@ def test_moments_in_8_bits_take_as_long_whatever_the_masters_are():
     assert took["adamw", "bf16"] == took["adamw", "fp32"] / 2
     assert took["adamw8bit", "bf16"] == took["adamw8bit", "fp32"]
     assert took["adamw", "bf16"] < took["adamw8bit", "bf16"] < took["adamw", "fp32"]
+
+
+def test_muon_orthogonalises_whole_matrices():
+    """By hand: 5 iterations of 4 m m n + 2 m m m, m the smaller side. Ours on every rank; where
+    others divide it, 8 ranks take an eighth."""
+    sides = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    flops = 32 * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+    asked = job(optimizer="muon")
+    assert sum(n * p.flops for p, n in orthogonal_products(asked)) == flops
+    for changes, divided in (({}, 1), ({"program": "fsdp"}, 8), ({"zero": 0}, 1)):
+        muon, adamw = (
+            predict_step(changed(asked, optimizer=kind, **changes)).parts["optimizer"]
+            for kind in ("muon", "adamw")
+        )
+        assert flops / 794.5e12 / divided < muon - adamw < 1.3 * flops / 794.5e12 / divided
+    half = sum(n * p.flops for p, n in orthogonal_products(job(optimizer="muon", pp=2)))
+    assert half == flops / 2
+    assert not orthogonal_products(job())
+
+
+def test_muon_of_experts_orthogonalises_each():
+    more = [
+        sum(n * p.flops for p, n in orthogonal_products(job(dims, optimizer="muon", ep=8)))
+        for dims in (MIXTURE, replace(LLAMA_8B, d_ff=4096))
+    ]
+    one = 5 * 6 * 4096**3
+    router = 5 * (4 * 16 * 16 * 4096 + 2 * 16**3)
+    assert more[0] - more[1] == 32 * (3 * (2 - 1) * one + router)
 
 
 def test_a_precision_without_a_rate_is_refused():

@@ -26,9 +26,11 @@ KERNEL_GAP_S = 2e-6
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s and bytes/s that a device gives; the seconds of a kernel's launch."""
+    """FLOP/s and bytes/s that a device gives; the seconds of a kernel's launch. sixteen: of
+    products of the run's own precision, where that is not low; half: of 16 bits in any run."""
 
     sixteen: float
+    half: float
     low: float
     flash: float
     memory: float
@@ -45,10 +47,9 @@ class Rates:
 def rates_of(job: Job, c: Coefficients) -> Rates:
     device, layout = job.cluster.accelerator, job.layout
     sustained = c.sustained if device.name in POWER_LIMITED else 1.0
+    sixteen = half = fastest_matmul(device, 16) * c.matmul_16 * sustained
     if layout.precision == "fp32":
         sixteen = peak(device, 32) * c.matmul_16
-    else:
-        sixteen = fastest_matmul(device, 16) * c.matmul_16 * sustained
     low = sixteen
     if layout.precision == "fp8":
         bits, share = (4, c.matmul_4) if layout.recipe == "nvfp4" else (8, c.matmul_8)
@@ -60,6 +61,7 @@ def rates_of(job: Job, c: Coefficients) -> Rates:
         flash *= c.attention_triton
     return Rates(
         sixteen,
+        half,
         low,
         flash * fastest_matmul(device, 16),
         device.bandwidth_bytes_per_s * c.memory,

@@ -19,8 +19,9 @@ from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients, peak
 from stepwell.plan.steptime.exposed import exposed_of
 from stepwell.plan.steptime.flows import Flow, flows
+from stepwell.plan.steptime.muon import orthogonal_products
 from stepwell.plan.steptime.rates import Rates, Seconds, pass_seconds, rates_of
-from stepwell.plan.steptime.work import Work, logits_twice, work_of
+from stepwell.plan.steptime.work import Product, Work, logits_twice, work_of
 
 # Bytes a parameter that an optimiser's step moves: gradient, master and both moments read, the
 # three written, the gradient's norm read before, the 16-bit copy written.
@@ -84,12 +85,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a step asks for, before any rate. moved: between GPU and host."""
+    """What a step asks for, before any rate. moved: between GPU and host. orthogonal: products of
+    Muon's step, with their number."""
 
     job: Job
     work: Work
     flows: tuple[Flow, ...]
     moved: tuple[Moved, ...] = ()
+    orthogonal: tuple[tuple[Product, float], ...] = ()
 
 
 def ledger(job: Job) -> Ledger:
@@ -107,7 +110,9 @@ def ledger(job: Job) -> Ledger:
         sent = [_uneven(one, job.layout.imbalance) for one in sent]
     if job.layout.program == "megatron" and job.layout.zero:
         sent = [part for one in sent for part in _by_groups(one, job.layout)]
-    return Ledger(job, work_of(job), flows(sent, job.cluster, copies, wraps), tuple(moved(job)))
+    crossed = flows(sent, job.cluster, copies, wraps)
+    products = tuple(orthogonal_products(job))
+    return Ledger(job, work_of(job), crossed, tuple(moved(job)), products)
 
 
 def _in_8_bits(sent: Sent) -> Sent:
@@ -267,7 +272,9 @@ def _optimizer(counted: Ledger, rates: Rates) -> float:
     each = ADAMW_BYTES / (2 if layout.state_precision == "bf16" else 1)
     if layout.optimizer == "adamw8bit":
         each = ADAMW_8BIT_BYTES
-    step_s = own * each / rates.memory
+    in_16_bits = replace(rates, sixteen=rates.half)
+    products_s = sum(n * in_16_bits.product_s(p) for p, n in counted.orthogonal)
+    step_s = own * each / rates.memory + products_s
     if layout.offload_optimizer or layout.offload_parameters:
         # Gradients go down and weights come up while the host steps those that are there.
         copies_s = busiest_way(counted.moved, "optimizer") / (PCIE * job.cluster.pcie_bytes_per_s)

@@ -190,7 +190,8 @@ def _local_parameters(dims: Dims, layout: Arrangement, num_blocks: int) -> float
 # --- a block ---------------------------------------------------------------------------------
 
 
-def _product(rows: int, columns: int, summed: int, processors: int, low: bool, batch: float = 1):
+def product(rows: int, columns: int, summed: int, processors: int, low: bool, batch: float = 1):
+    """One of `batch` such."""
     operands = rows * summed + columns * summed
     return Product(
         flops=2.0 * batch * rows * columns * summed,
@@ -207,9 +208,9 @@ def linear(tokens: int, wide_in: int, wide_out: int, processors: int, low: bool,
     matrices with as many tokens each."""
     m, k, n = max(1, tokens), max(1, wide_in), max(1, wide_out)
     return (
-        _product(m, n, k, processors, low, batch),
-        _product(m, k, n, processors, low, batch),
-        _product(k, n, m, processors, low, batch),
+        product(m, n, k, processors, low, batch),
+        product(m, k, n, processors, low, batch),
+        product(k, n, m, processors, low, batch),
     )
 
 
@@ -358,14 +359,14 @@ def _attention(dims: Dims, layout: Arrangement, processors: int, tokens: int):
     s, e = layout.seq_len * together, dims.head_dim
     own = s // layout.cp
     queries_keys = (
-        _product(own, s, e, processors, False, heads),
-        _product(own, e, s, processors, False, heads),
-        _product(e, s, own, processors, False, heads),
+        product(own, s, e, processors, False, heads),
+        product(own, e, s, processors, False, heads),
+        product(e, s, own, processors, False, heads),
     )
     values = (
-        _product(own, e, s, processors, False, heads),
-        _product(own, s, e, processors, False, heads),
-        _product(s, e, own, processors, False, heads),
+        product(own, e, s, processors, False, heads),
+        product(own, s, e, processors, False, heads),
+        product(s, e, own, processors, False, heads),
     )
     written = not layout.flash or dims.num_kv_heads < dims.num_heads
     return 0.0, (queries_keys, values), heads * own * s if written else 0.0
