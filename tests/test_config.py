@@ -234,6 +234,8 @@ def test_no_number_and_no_flag_takes_another_type():
     [
         ({"method": {"kind": "grop"}}, "method.kind = 'grop': must be one of pretrain, sft, dpo"),
         ({"method": {"kind": "grop"}}, "did you mean 'grpo'?"),
+        ({"precision": {"compute": "fp8"}}, "8 bits are precision.fp8.recipe='tensorwise'"),
+        ({"precision": {"compute": "fp6"}}, "one of bf16, fp16, fp32, fp64 (did you mean 'fp64'?)"),
         ({"method": {"group_size": 4}}, "method.kind is missing; it is one of pretrain, sft"),
         (
             {"train": {"steps": 0}},

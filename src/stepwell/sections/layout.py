@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from stepwell.schema import Above0, Flag, NonNegative, Positive, Section, Whole, check_idle
 
@@ -120,3 +120,13 @@ class PrecisionConfig(Section):
     param: Literal["fp32", "fp64"] = "fp32"
     fp8: Fp8Config = Fp8Config()
     loss_scale: LossScaleConfig = LossScaleConfig()
+
+    @field_validator("compute", "reduce", "param", mode="before")
+    @classmethod
+    def _eight_bits(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str) and value.casefold() in ("fp8", "float8", "e4m3", "e5m2"):
+            raise ValueError(
+                f"precision.{info.field_name}={value!r} is none of its dtypes: products in 8 bits "
+                "are precision.fp8.recipe='tensorwise' (or another recipe); leave this one as it is"
+            )
+        return value

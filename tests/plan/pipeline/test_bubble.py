@@ -67,6 +67,23 @@ def test_the_ratio_of_backward_to_forward_does_not_matter_without_halves(backwar
         assert bubble_share(schedule, p, m, v, 1, *backward) == pytest.approx(found)
 
 
+@pytest.mark.parametrize("more", [{"recompute_s": 0.5}, {"send_s": 0.25}, {"weight_s": 0.5}])
+def test_the_bubble_with_any_costs_is_the_simulations(more):
+    for case in [("1f1b", 4, 6), ("gpipe", 3, 5), ("interleaved-1f1b", 4, 8, 2), ("zbv", 4, 9, 2)]:
+        costs = even_costs(case[1] * (case[3] if len(case) > 3 else 1), **more)
+        found = simulate_schedule(*case, costs=costs).bubble_share
+        assert bubble_share(*case, **more) == pytest.approx(found, abs=1e-12), case
+    with pytest.raises(ConfigError, match="nan must be seconds"):
+        bubble_share("1f1b", 2, 4, **dict.fromkeys(more, float("nan")))
+
+
+def test_costs_of_other_stages_than_the_schedules_are_refused():
+    assert simulate_schedule("zbv", 2, 4, 2, even_costs(4)).num_stages == 4
+    for num_stages in (3, 5):
+        with pytest.raises(ConfigError, match=f"of {num_stages} stages, and 2 ranks of 2 have 4"):
+            simulate_schedule("zbv", 2, 4, 2, even_costs(num_stages))
+
+
 def test_zero_bubble_is_not_so_with_unequal_halves():
     uneven = bubble_share("zbv", 4, 16, 2, 1, 1.3, 0.7)
     assert uneven == pytest.approx(1.3 * bubble_share("zbv", 4, 16, 2))
@@ -361,10 +378,12 @@ def test_forward_passes_alone():
 def test_costs_are_checked():
     with pytest.raises(ConfigError, match=r"costs are of \[1, 2\] stages"):
         Costs((1,), (1, 2), (1,))
-    with pytest.raises(ConfigError, match="0 or more"):
+    with pytest.raises(ConfigError, match=r"forward_s\[0\]=-1 must be .* nearest legal value is 0"):
         even_costs(2, -1)
-    with pytest.raises(ConfigError, match="0 or more"):
-        even_costs(2, send_s=float("nan"))
+    with pytest.raises(ConfigError, match=r"forward_s\[1\]=nan must be"):
+        Costs((1, float("nan")), (1, 1), (1, 1))
+    with pytest.raises(ConfigError, match="send_s=inf must be"):
+        even_costs(2, send_s=float("inf"))
     assert even_costs(2, 0, 0, 0).num_stages == 2
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from stepwell.parallel.schedules import ZERO_BUBBLE, bubble_fraction
@@ -38,9 +39,10 @@ class Costs:
         lengths |= {len(self.recompute_s)} if self.recompute_s else set()
         if len(lengths) != 1:
             raise ConfigError(f"costs are of {sorted(lengths)} stages; each needs one per stage")
-        every = (*self.forward_s, *self.input_s, *self.weight_s, *self.recompute_s, self.send_s)
-        if not all(0 <= cost < float("inf") for cost in every):
-            raise ConfigError(f"costs are seconds, 0 or more, not {min(every)} to {max(every)}")
+        for name in ("forward_s", "input_s", "weight_s", "recompute_s"):
+            for stage, cost in enumerate(getattr(self, name)):
+                _check_cost(f"{name}[{stage}]", cost)
+        _check_cost("send_s", self.send_s)
 
     @property
     def num_stages(self) -> int:
@@ -54,6 +56,13 @@ class Costs:
             return self.weight_s[stage]
         again = self.recompute_s[stage] if self.recompute_s else 0
         return again + self.input_s[stage] + (self.weight_s[stage] if kind == "B" else 0)
+
+
+def _check_cost(name: str, cost: float) -> None:
+    """Raises ConfigError."""
+    if not 0 <= cost < inf:
+        near = "; the nearest legal value is 0" if cost < 0 else ""
+        raise ConfigError(f"{name}={cost} must be seconds, a finite number of at least 0{near}")
 
 
 def even_costs(
@@ -303,9 +312,17 @@ def simulate_schedule(
     stages_per_rank: int = 1,
     costs: Costs | None = None,
 ) -> Timeline:
-    """A schedule by name; costs: even ones by default, forward 1 and backward 2."""
+    """A schedule by name; costs: even ones by default, forward 1 and backward 2. Raises ConfigError
+    for numbers that the schedule cannot have, and for costs of another number of stages."""
     actions = schedule_actions(schedule, num_ranks, num_micro_batches, stages_per_rank)
-    return simulate(actions, costs or even_costs(num_ranks * stages_per_rank))
+    num_stages = num_ranks * stages_per_rank
+    costs = costs or even_costs(num_stages)
+    if costs.num_stages != num_stages:
+        raise ConfigError(
+            f"costs are of {costs.num_stages} stages, and {num_ranks} ranks of {stages_per_rank} "
+            f"have {num_stages}; each stage needs its own"
+        )
+    return simulate(actions, costs)
 
 
 # --- closed forms ----------------------------------------------------------------------------
@@ -320,17 +337,21 @@ def bubble_share(
     forward_s: float = 1,
     input_s: float = 1,
     weight_s: float = 1,
+    recompute_s: float = 0,
+    send_s: float = 0,
 ) -> float:
-    """Idle time over the time of work, with even stages and messages that take no time.
+    """Idle time over the time of work, with even stages.
 
     gpipe, 1f1b: (p-1)/m; interleaved: (p-1)/(v m), whatever a backward pass costs (2104.04473,
     2.2). Zero bubble: (p-1)/(6m), or more with few micro-batches (`bubble_fraction`), if the halves
-    of a backward pass and a forward pass cost the same; else by simulation.
-    Raises ConfigError for numbers that the schedule cannot have.
+    of a backward pass and a forward pass cost the same and nothing is computed again. Else, and if
+    sending takes time, by simulation.
+    Raises ConfigError for numbers that the schedule cannot have, and for costs that are no seconds.
     """
     p, m, v = num_ranks, num_micro_batches, stages_per_rank
     check_schedule(schedule, p, m, v)
-    if schedule in ZERO_BUBBLE and not forward_s == input_s == weight_s:
-        costs = even_costs(p * v, forward_s, input_s, weight_s)
+    costs = even_costs(p * v, forward_s, input_s, weight_s, recompute_s, send_s)
+    halves_differ = bool(recompute_s) or not forward_s == input_s == weight_s
+    if send_s or (schedule in ZERO_BUBBLE and halves_differ):
         return simulate_schedule(schedule, p, m, v, costs).bubble_share
     return bubble_fraction(schedule, p, m, v)
