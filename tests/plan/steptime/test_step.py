@@ -357,6 +357,17 @@ def test_moments_in_8_bits_take_as_long_whatever_the_masters_are():
     assert took["adamw", "bf16"] < took["adamw8bit", "bf16"] < took["adamw", "fp32"]
 
 
+def test_attention_waits_for_an_exchange_of_heads_and_not_for_a_ring():
+    found = {}
+    for method in ("ring", "ulysses"):
+        counted = ledger(job(cp=8, dp_shard=1, cp_method=method))
+        alone = [f.seconds(SHIPPED.scaleup, SHIPPED.network, SHIPPED.hop_s) for f in counted.flows
+                 if f.axis == "cp"]  # fmt: skip
+        found[method] = sum(alone), price(counted, SHIPPED).parts["exposed cp"]
+    assert found["ulysses"][1] == found["ulysses"][0] > 0
+    assert found["ring"][1] < found["ring"][0]
+
+
 def test_muon_orthogonalises_whole_matrices():
     """By hand: 5 iterations of 4 m m n + 2 m m m, m the smaller side. Ours on every rank; where
     others divide it, 8 ranks take an eighth."""

@@ -30,8 +30,11 @@ def exposed_of(
 
     Weights are gathered and gradients reduced beside the passes that need them, or, where
     gradients are summed first, beside one micro-batch's. Tensor and expert ranks wait for each
-    other; context ranks' keys travel beside attention; stages' messages beside the next pass where
-    a rank has several.
+    other, and attention for exchanges of heads (Ulysses); the keys of context ranks in a ring
+    travel beside it; stages' messages beside the next pass where a rank has several.
+
+    What a ring hides is not charged: with the charge of data ranks' messages the 79 rows that have
+    context ranks are predicted 6.9 % off, without 5.9 %.
 
     Beside it, by phase, what of the messages is hidden and crosses GPUs' PCIe links: seconds there.
     """
@@ -44,6 +47,8 @@ def exposed_of(
         seconds = flow.seconds(c.scaleup, c.network, c.hop_s)
         if flow.axis == "tp":
             open_s = seconds * (1 - beside if layout.overlap_tp else 1)
+        elif flow.axis == "cp" and layout.cp_method == "ulysses":
+            open_s = seconds
         elif flow.axis == "cp":
             open_s = max(0.0, seconds - m * (forward.attention + backward.attention) / 2)
         elif flow.axis == "ep":

@@ -143,7 +143,7 @@ def work_of(job: Job) -> Work:
     moved = tokens * dims.d_model * HALF
     embedding = Pass((), (), 0.0, 3 * moved, 0.0, 6)
     if layout.precision == "fp32":
-        blocks = tuple((_in_32_bits(piece), *numbers) for piece, *numbers in blocks)
+        blocks = tuple((_in_32_bits(piece), a, b, c) for piece, a, b, c in blocks)
         head, embedding = _in_32_bits(head), _twice_as_wide(embedding)
     local = _local_parameters(dims, layout, fullest)
     return Work(blocks, head, embedding, local, local * layout.trained_share)
