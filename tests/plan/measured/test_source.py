@@ -50,6 +50,10 @@ def test_a_run_folder_with_a_trace_is_compared_part_by_part(tmp_path):
     assert found.source.endswith(
         "one whole step of rank 0; the median of 8 steps in metrics.jsonl is 4 s"
     )
+    (tmp_path / "metrics.jsonl").unlink()
+    without = measured_at(tmp_path, JOB, RUN.model, RUN, deep=False)
+    assert without.source == f"{path}, one whole step of rank 0"
+    assert without.measured_s == found.measured_s
     alone = measured_at(path, JOB, RUN.model, deep=False)
     assert alone.measured_s == found.measured_s
     assert alone.source == f"{path}, one whole step of rank 0"

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from stepwell.plan.comms.collectives import collectives
-from stepwell.plan.measured.compare import message_seconds, predicted_parts
+from stepwell.plan.measured.lines import predicted_parts
+from stepwell.plan.measured.links import message_seconds
 from stepwell.plan.steptime.coefficients import SHIPPED
 from stepwell.plan.steptime.step import predict_step
 

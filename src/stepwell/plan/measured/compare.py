@@ -7,88 +7,27 @@ launches); what it still does not explain stays as it is, whatever a knob change
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from stepwell.plan.comms.collectives import collectives
-from stepwell.plan.comms.step import Sent
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
+from stepwell.plan.measured.fitted import Fitted, fit, fused
 from stepwell.plan.measured.likeness import axis_name, check_ranks, doubts_of, other_device
-from stepwell.plan.measured.parts import COPIES, IDLE, Measured, Messages, parts_of
+from stepwell.plan.measured.lines import COMPUTING, LINES, NAMES, Line, predicted_parts
+from stepwell.plan.measured.links import Link, links_of
+from stepwell.plan.measured.parts import COPIES, IDLE, LONG_GAP_S, Measured, parts_of
 from stepwell.plan.measured.trace import Trace
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.search.space import Task
-from stepwell.plan.steptime.coefficients import SHIPPED, Coefficients
-from stepwell.plan.steptime.flows import ring_rate
-from stepwell.plan.steptime.step import StepTime, ledger, predict_step
+from stepwell.plan.steptime.step import StepTime, predict_step
 from stepwell.sections.model import ModelConfig
 
 LEAST_SHARE = 0.01  # of a step, below which a difference is not worth a cause
 MOST_KNOBS = 3
-ROUNDS = 6
-# A rate's limits when it is set to what was measured, of the shipped one.
-SLOWEST, FASTEST = 1e-6, 2.0
-MOST_LAUNCH = 100.0
 WAITING = 0.2  # share of messages' time, from which waiting for other ranks is worth a word
 SLOW_LINK = 0.8  # of the expected rate
-# Lines of the comparison, as they are shown.
-NAMES = {
-    "products": "matrix products",
-    "attention": "attention",
-    "memory-bound": "operations that only move memory",
-    "optimizer": "optimiser step",
-    COPIES: COPIES,
-    "exposed tp": "tensor ranks' messages, exposed",
-    "exposed cp": "context ranks' messages, exposed",
-    "exposed ep": "expert ranks' messages, exposed",
-    "exposed data": "data ranks' messages, exposed",
-    "exposed world": "sums over all ranks, exposed",
-    "exposed other": "other messages, exposed",
-    "exposed pp": "stages' messages and bubble",
-    IDLE: "idle (launches, host)",
-}
-# The line that each part of a predicted step belongs to.
-LINES = {
-    "products": "products",
-    "attention": "attention",
-    "memory": "memory-bound",
-    "quantisation": "memory-bound",
-    "gradient accumulation": "memory-bound",
-    "optimizer": "optimizer",
-    "exposed offload": COPIES,
-    "bubble": "exposed pp",
-    "host": IDLE,
-}
-COMPUTING = {"products": "products", "attention": "attention", "memory": "memory-bound"}
-
-
-class Line(NamedTuple):
-    """Seconds of a step; name: a key of NAMES."""
-
-    name: str
-    measured_s: float
-    predicted_s: float
-
-    @property
-    def more_s(self) -> float:
-        return self.measured_s - self.predicted_s
-
-
-@dataclass(frozen=True)
-class Link:
-    """One axis's messages. link: that they cross. expected: bytes/s that the prediction counts on,
-    rated: by the link's vendor. predicted_bytes, predicted_s: that the plan sends, and takes if
-    nothing hides it."""
-
-    axis: str
-    link: str
-    messages: Messages
-    expected: float
-    rated: float
-    predicted_bytes: float
-    predicted_s: float
 
 
 @dataclass(frozen=True)
@@ -105,21 +44,6 @@ class Cause:
     @property
     def title(self) -> str:
         return NAMES[self.name]
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """The job at the rates that were measured. beside_s: of a step, what they do not explain."""
-
-    job: Job
-    rates: Coefficients
-    beside_s: float
-
-    def prices(self, shipped: Prices) -> Prices:
-        """Of the same model and machines, at these rates."""
-        found = Prices(shipped.dims, shipped.cluster, shipped.config, self.rates)
-        found.memory = shipped.memory
-        return found
 
 
 @dataclass(frozen=True)
@@ -150,17 +74,29 @@ def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = Tru
     lines = tuple(_lines(measured, step))
     links = tuple(links_of(measured, job))
     fitted = fit(job, measured)
-    sent = {link.axis: (link.messages.wire_bytes, link.predicted_bytes) for link in links}
-    doubts = tuple(doubts_of(trace, sent, job))
+    doubts = tuple(doubts_of(trace, _sent(links, job), job))
     plain = Comparison(measured, step.total_s, lines, links, (), (), (), fitted, doubts, False)
     if other_device(trace, job):
         return plain
     prices = fitted.prices(Prices(job.dims, job.cluster, config))
-    task, layout = task_of(job), fitted.job.layout
+    task, layout = task_of(job), job.layout
     found = tuple(knobs(prices, task, layout, config, fitted.beside_s))
     more = tuple(together(prices, task, layout, config, fitted.beside_s)) if deep else ()
     causes = tuple(_causes(lines, links, measured, job, fitted, found))
     return replace(plain, causes=causes, knobs=found, together=more, of_device=True)
+
+
+def _sent(links: tuple[Link, ...], job: Job) -> dict[str, tuple[float | None, float]]:
+    """Bytes by axis, in the trace (None where it has no messages) and as planned."""
+    found: dict[str, tuple[float | None, float]] = {
+        link.axis: (link.messages.wire_bytes, link.predicted_bytes) for link in links
+    }
+    planned: dict[str, float] = {}
+    for one in collectives(job):
+        axis = axis_name(one.axis)
+        planned[axis] = planned.get(axis, 0.0) + one.wire_bytes * one.calls
+    missing = {axis: (None, size) for axis, size in planned.items() if size and axis != "world"}
+    return {**missing, **found}
 
 
 def task_of(job: Job) -> Task:
@@ -176,148 +112,6 @@ def _lines(measured: Measured, step: StepTime) -> Iterator[Line]:
             yield Line(name, *pair)
 
 
-def predicted_parts(step: StepTime) -> dict[str, float]:
-    """A predicted step by NAMES; they add up to it. What a kernel recomputes, or takes longer
-    beside messages, is its own time in a trace; what waits for the slowest rank waits in the
-    messages of the widest axis."""
-    found: dict[str, float] = dict.fromkeys(NAMES, 0.0)
-    for part, seconds in step.parts.items():
-        if part in LINES or part.startswith("exposed "):
-            found[LINES.get(part, part)] += seconds
-    for part, seconds in step.recomputed.items():
-        found[LINES[part]] += seconds
-    computing = {name: found[name] for name in COMPUTING.values()}
-    slowed = step.parts.get("contention", 0.0) / (sum(computing.values()) or 1.0)
-    for name, seconds in computing.items():
-        found[name] += slowed * seconds
-    widest = next(
-        (f"exposed {a}" for a in ("data", "pp", "tp") if f"exposed {a}" in step.parts), IDLE
-    )
-    found[widest] += step.parts.get("straggling", 0.0)
-    return found
-
-
-# --- links -----------------------------------------------------------------------------------
-
-
-def links_of(measured: Measured, job: Job) -> Iterator[Link]:
-    by_axis: dict[str, list[Sent]] = {}
-    for sent in collectives(job):
-        by_axis.setdefault(axis_name(sent.axis), []).append(sent)
-    seconds = message_seconds(job, SHIPPED)
-    for axis, messages in measured.messages.items():
-        sent = by_axis.get(axis, [])
-        heaviest = max(sent, key=lambda s: s.wire_bytes * s.calls, default=None)
-        if heaviest is None:
-            continue
-        link, rated, share = _rate(heaviest, job)
-        bytes_sent = sum(s.wire_bytes * s.calls for s in sent)
-        yield Link(axis, link, messages, share * rated, rated, bytes_sent, seconds.get(axis, 0.0))
-
-
-def _rate(sent: Sent, job: Job) -> tuple[str, float, float]:
-    """The link, its rate for a rank of the group, and the share of it that is expected."""
-    cluster = job.cluster
-    near = min(sent.num_ranks, max(1, cluster.scaleup_gpus // sent.stride))
-    if near >= sent.num_ranks and sent.axis != "pp":
-        return "scaleup", cluster.scaleup_bytes_per_s, SHIPPED.scaleup
-    if sent.axis in ("pp", "ep"):
-        far = sent.stride * sent.num_ranks > cluster.scaleup_gpus
-        if not far:
-            return "scaleup", cluster.scaleup_bytes_per_s, SHIPPED.scaleup
-        return "network", cluster.network_bytes_per_s, SHIPPED.network
-    rate = ring_rate(cluster, near)
-    if rate < cluster.scaleup_bytes_per_s:
-        return "network", rate, SHIPPED.network
-    return "scaleup", rate, SHIPPED.scaleup
-
-
-def message_seconds(job: Job, rates: Coefficients) -> dict[str, float]:
-    """By axis, if nothing hides them."""
-    found: dict[str, float] = {}
-    for flow in ledger(job).flows:
-        axis = axis_name(flow.axis)
-        seconds = flow.seconds(rates.scaleup, rates.network, rates.hop_s)
-        found[axis] = found.get(axis, 0.0) + seconds
-    return found
-
-
-# --- the predictor at what was measured ------------------------------------------------------
-
-
-def fit(job: Job, measured: Measured) -> Fitted:
-    rates = _with_links(job, measured, SHIPPED)
-    rates = _with_computing(job, measured, rates)
-    job = _with_overlap(job, measured, rates)
-    rates = _with_launches(job, measured, _with_computing(job, measured, rates))
-    return Fitted(job, rates, measured.step_s - predict_step(job, rates).total_s)
-
-
-def _with_links(job: Job, measured: Measured, rates: Coefficients) -> Coefficients:
-    """Each link as fast as its messages' fastest; stages' messages wait for stages."""
-    expected, found = {"network": 0.0, "scaleup": 0.0}, {"network": 0.0, "scaleup": 0.0}
-    for link in links_of(measured, job):
-        if link.axis == "pp" or not link.messages.link_s:
-            continue
-        expected[link.link] += link.predicted_s
-        found[link.link] += link.messages.link_s
-    both = {name: s for name, s in found.items() if s and expected[name]}
-    return _times(rates, {name: expected[name] / seconds for name, seconds in both.items()})
-
-
-def _with_computing(job: Job, measured: Measured, rates: Coefficients) -> Coefficients:
-    """First messages slow computing less, if it is faster than predicted; then rates change."""
-    step = predict_step(job, rates)
-    slowed = step.parts.get("contention", 0.0)
-    lines = predicted_parts(step)
-    excess = sum(measured.parts.get(n, 0.0) - lines[n] for n in COMPUTING.values()) + slowed
-    if slowed:
-        share = min(1.0, max(0.0, excess / slowed))
-        rates = rates.changed(contention=SHIPPED.contention * share)
-    for _ in range(ROUNDS):
-        lines = predicted_parts(predict_step(job, rates))
-        pairs = {n: (lines[line], measured.parts.get(line, 0.0)) for n, line in COMPUTING.items()}
-        factors = {name: p / m if p and m else 1.0 for name, (p, m) in pairs.items()}
-        products = dict.fromkeys(("matmul_16", "matmul_8", "matmul_4"), factors["products"])
-        rates = _times(rates, products | {k: factors[k] for k in ("attention", "memory")})
-    return rates
-
-
-def _with_overlap(job: Job, measured: Measured, rates: Coefficients) -> Job:
-    """Data ranks' messages beside no computing, if that is nearer to what was measured."""
-    if not job.layout.overlap_data or "data" not in measured.messages:
-        return job
-    apart = replace(job, layout=replace(job.layout, overlap_data=False))
-    wanted = measured.parts.get("exposed data", 0.0)
-
-    def distance(one: Job) -> float:
-        return abs(predict_step(one, rates).parts.get("exposed data", 0.0) - wanted)
-
-    return min((job, apart), key=distance)
-
-
-def _with_launches(job: Job, measured: Measured, rates: Coefficients) -> Coefficients:
-    """The host as slow as the short pauses are long."""
-    low, high = rates.launch_s, rates.launch_s * MOST_LAUNCH
-
-    def idle_s(launch_s: float) -> float:
-        return predict_step(job, rates.changed(launch_s=launch_s)).parts["host"]
-
-    if idle_s(low) >= measured.launches_s or idle_s(high) < measured.launches_s:
-        return rates
-    for _ in range(24):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if idle_s(middle) < measured.launches_s else (low, middle)
-    return rates.changed(launch_s=low)
-
-
-def _times(rates: Coefficients, factors: Mapping[str, float]) -> Coefficients:
-    """Rates times factors, within limits around what is shipped."""
-    shipped, now = SHIPPED.as_dict(), rates.as_dict()
-    new = {k: min(FASTEST, max(SLOWEST, f * now[k] / shipped[k])) for k, f in factors.items()}
-    return rates.changed(**{key: share * shipped[key] for key, share in new.items()})
-
-
 # --- causes ----------------------------------------------------------------------------------
 
 
@@ -330,6 +124,8 @@ def _causes(
     found: tuple[Knob, ...],
 ) -> list[Cause]:
     causes = []
+    if not fused(job, measured):
+        causes, lines = _without_attention(lines, measured, job)
     for line in lines:
         if line.more_s < LEAST_SHARE * measured.step_s:
             continue
@@ -359,6 +155,35 @@ def _eased(name: str, found: tuple[Knob, ...]) -> tuple[Knob, ...]:
     return tuple(eases[:MOST_KNOBS])
 
 
+def _without_attention(
+    lines: tuple[Line, ...], measured: Measured, job: Job
+) -> tuple[list[Cause], tuple[Line, ...]]:
+    """What it costs that attention is not fused; and the lines beside what is then expected."""
+    names = tuple(COMPUTING.values())
+    planned = predicted_parts(predict_step(job))
+    apart = replace(job, layout=replace(job.layout, flash=False))
+    expected = predicted_parts(predict_step(apart))
+    expected["products"] += expected.pop("attention")
+    excess_s = sum(measured.parts.get(name, 0.0) - planned[name] for name in names)
+    more_s = min(excess_s, sum(expected.get(name, 0.0) - planned[name] for name in names))
+    rest = tuple(
+        line._replace(predicted_s=expected[line.name]) if line.name in expected else line
+        for line in lines
+        if line.name != "attention"
+    )
+    if more_s < LEAST_SHARE * measured.step_s:
+        return [], rest
+    text = (
+        f"no kernel of fused attention ran, and {planned['attention']:.2f} s of it are planned: "
+        "scores go through memory, and count with products and operations that only move memory"
+    )
+    look = (
+        "what scaled_dot_product_attention may choose from: a dense mask, 32 bits, a head too wide "
+        "or attn_implementation='eager' rule flash out"
+    )
+    return [Cause("attention", more_s, text, look)], rest
+
+
 def _of_computing(line: Line, measured: Measured, job: Job) -> tuple[str, str]:
     share = line.predicted_s / line.measured_s
     text = f"at {100 * share:.0f} % of the expected rate"
@@ -380,18 +205,23 @@ def _of_computing(line: Line, measured: Measured, job: Job) -> tuple[str, str]:
 
 
 def _of_idle(line: Line, measured: Measured) -> tuple[str, str]:
-    waits = line.measured_s - measured.launches_s
-    text = (
-        f"{measured.launches_s:.3f} s in short pauses between kernels, {waits:.3f} s in longer "
-        f"ones (the longest {1000 * measured.longest_gap_s:,.0f} ms)"
-    )
+    stepping = measured.optimizer_idle_s
+    waits = max(0.0, line.measured_s - stepping - measured.launches_s)
+    text = f"{measured.launches_s:.3f} s in short pauses between kernels"
+    if measured.longest_gap_s > LONG_GAP_S:
+        longest_ms = 1000 * measured.longest_gap_s
+        text += f", {waits:.3f} s in longer ones (the longest {longest_ms:,.0f} ms)"
+    if stepping > LEAST_SHARE * measured.step_s:
+        text += f", {stepping:.3f} s while the optimiser steps"
+    if stepping > max(waits, measured.launches_s):
+        return text, "is the optimiser fused? what it reads back (.item(), a norm) between tensors"
     if waits > measured.launches_s:
         return text, "what the host does there: the data loader, logging, .item(), a checkpoint"
     return text, "launches: layout.compile=true, larger micro-batches; Python's garbage collector"
 
 
 def _of_messages(line: Line, link: Link | None, job: Job, fitted: Fitted) -> tuple[str, str]:
-    if link is None:
+    if link is None or not link.predicted_bytes:
         return (
             "the plan foresees no such messages",
             "is the layout that is planned the one that was measured?",

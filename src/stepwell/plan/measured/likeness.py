@@ -56,11 +56,22 @@ def other_device(trace: Trace, job: Job) -> str:
     )
 
 
-def doubts_of(trace: Trace, sent: Mapping[str, tuple[float, float]], job: Job) -> Iterator[str]:
-    """sent: bytes a step by axis, in the trace and as planned."""
+def doubts_of(
+    trace: Trace, sent: Mapping[str, tuple[float | None, float]], job: Job
+) -> Iterator[str]:
+    """sent: bytes a step by axis, in the trace (0 where it has messages and not their sizes, None
+    where it has none) and as planned."""
     if other := other_device(trace, job):
         yield other
     for axis, (found, wanted) in sent.items():
+        if not wanted:
+            size = f" ({found / 2**30:,.2f} GiB a step)" if found else ""
+            yield f"messages of {axis} are in the trace{size}, and the plan has none"
+        if found is None and "other" not in sent:
+            yield (
+                f"the trace has no messages of {axis}, and the plan {wanted / 2**30:,.2f} GiB a "
+                "step: was it recorded without them, or with another layout"
+            )
         if axis != "world" and found and wanted and abs(found / wanted - 1) > UNLIKE_BYTES:
             yield (
                 f"messages of {axis} are {found / 2**30:,.2f} GiB a step in the trace, and "

@@ -9,10 +9,11 @@ that a message counts only where nothing hides it. Messages' axes follow from th
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from stepwell.parallel.wire import wire_bytes
@@ -54,6 +55,10 @@ WORDS = (
 # What idles no longer than this waits for launches; longer, for something else on the host.
 LONG_GAP_S = 1e-3
 FASTEST = 0.1  # share of a size's messages by which the rate of the link is judged
+# When products tell what messages beside them cost: kernels of one name and grid are equal if they
+# last alike, alone and beside messages (the slowest tenth over the fastest), and are so many.
+ALIKE, FEWEST_ALIKE = 1.25, 5
+BESIDE = 0.9  # of a kernel's time
 
 
 @cache
@@ -104,8 +109,10 @@ class Messages(NamedTuple):
 class Measured:
     """A mean step. parts: seconds, which add up to step_s: products, attention, memory-bound,
     optimizer, copies to and from the host, exposed messages by axis, idle. launches_s: of what is
-    idle, in pauses too short to be a wait. longest_gap_s: idle at a stretch. heaviest: of each kind
-    of computing, the kernel that takes longest."""
+    idle, in pauses too short to be a wait; longest_gap_s: idle at a stretch; both while no
+    optimiser steps. optimizer_idle_s: idle while it does. heaviest: of each kind of computing, the
+    kernel that takes longest. slowed: share of computing's time beside messages that those cost it,
+    None where no equal products ran both alone and beside them."""
 
     num_steps: int
     step_s: float
@@ -114,6 +121,8 @@ class Measured:
     launches_s: float
     longest_gap_s: float
     heaviest: dict[str, str]
+    optimizer_idle_s: float = 0.0
+    slowed: float | None = None
 
     @property
     def exposed_s(self) -> float:
@@ -138,6 +147,8 @@ def parts_of(trace: Trace, layout: Arrangement) -> Measured:
         sum(step.launches_s for step in steps) / num,
         max(step.longest_gap_s for step in steps),
         steps[-1].heaviest,
+        sum(step.optimizer_idle_s for step in steps) / num,
+        mean(told) if (told := [s.slowed for s in steps if s.slowed is not None]) else None,
     )
 
 
@@ -152,6 +163,7 @@ def _step(trace: Trace, window: Window, layout: Arrangement) -> Measured:
     spans: dict[str, list[Span]] = {}
     sent: dict[str, list[tuple[Piece, Span]]] = {}
     by_name: dict[str, dict[str, float]] = {}
+    products: list[tuple[Piece, Span]] = []
     for piece in trace.pieces:
         span = max(piece.start_s, window.start_s), min(piece.end_s, window.end_s)
         if span[0] >= span[1]:
@@ -161,17 +173,60 @@ def _step(trace: Trace, window: Window, layout: Arrangement) -> Measured:
             axis = axis_of(piece.message, layout)
             kind = f"exposed {axis}"
             sent.setdefault(axis, []).append((piece, span))
+        elif kind == "products":
+            products.append((piece, span))
         names = by_name.setdefault(kind, {})
         names[piece.name] = names.get(piece.name, 0.0) + span[1] - span[0]
         spans.setdefault(kind, []).append(span)
     parts, covered = covered_once(spans, ORDER)
     parts[IDLE] = window.seconds - length(covered)
-    gaps = gaps_of(covered, window)
+    clipped = ((max(a, window.start_s), min(b, window.end_s)) for a, b in trace.optimizer)
+    gaps = gaps_of(union([*covered, *(span for span in clipped if span[0] < span[1])]), window)
+    optimizer_idle = parts[IDLE] - sum(gaps)
     messages = {axis: _messages(pieces, parts[f"exposed {axis}"]) for axis, pieces in sent.items()}
     launches = sum(gap for gap in gaps if gap <= LONG_GAP_S)
     heaviest = {kind: max(names, key=names.__getitem__) for kind, names in by_name.items()}
     longest = max(gaps, default=0.0)
-    return Measured(1, window.seconds, parts, messages, launches, longest, heaviest)
+    busy = union(span for pieces in sent.values() for _, span in pieces)
+    slowed = slowed_share(products, busy)
+    return Measured(
+        *(1, window.seconds, parts, messages, launches, longest, heaviest),
+        *(max(0.0, optimizer_idle), slowed),
+    )
+
+
+def slowed_share(products: Iterable[tuple[Piece, Span]], busy: Sequence[Span]) -> float | None:
+    """Of the time of products beside messages, the share that equal ones alone do not need.
+    busy: disjoint spans in order, in which messages are under way."""
+    alike: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    for piece, (start, end) in products:
+        beside = covered_s(busy, start, end) / (end - start)
+        if beside == 0 or beside >= BESIDE:
+            pair = alike.setdefault((piece.name, piece.grid), ([], []))
+            pair[beside > 0].append(end - start)
+    both = [pair for pair in alike.values() if all(map(_are_equal, pair))]
+    times = sum(sum(beside) for _, beside in both)
+    if not times:
+        return None
+    more = sum(sum(beside) * max(0.0, 1 - median(alone) / median(beside)) for alone, beside in both)
+    return more / times
+
+
+def _are_equal(times: list[float]) -> bool:
+    if len(times) < FEWEST_ALIKE:
+        return False
+    few, ordered = len(times) // 10, sorted(times)
+    return ordered[-1 - few] <= ALIKE * ordered[few]
+
+
+def covered_s(spans: Sequence[Span], start: float, end: float) -> float:
+    """Of start to end, what disjoint spans in order cover."""
+    found = 0.0
+    for at in range(max(0, bisect_right(spans, (start, start)) - 1), len(spans)):
+        if spans[at][0] >= end:
+            break
+        found += max(0.0, min(end, spans[at][1]) - max(start, spans[at][0]))
+    return found
 
 
 def covered_once(

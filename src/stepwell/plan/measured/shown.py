@@ -8,8 +8,9 @@ from typing import Any
 
 from stepwell.hardware import GIB
 from stepwell.plan.explain.knobs import Knob
-from stepwell.plan.measured.compare import NAMES, Comparison, Line
+from stepwell.plan.measured.compare import Comparison
 from stepwell.plan.measured.gap import Gap
+from stepwell.plan.measured.lines import NAMES, Line
 
 LINE_COLUMNS = ("part of a step", "measured", "predicted", "difference")
 LINK_COLUMNS = ("messages", "link", "busy", "exposed", "sent", "GB/s", "expected", "rated")

@@ -46,7 +46,6 @@ def measured_at(
             f"{path / 'run.toml'} --measured {path}"
         )
     _check_same(path, run)
-    seconds, num_steps = step_seconds(path)
     trace = newest_trace(path)
     if trace is None and isinstance(run.method, SampledMethod):
         raise ConfigError(
@@ -55,11 +54,15 @@ def measured_at(
             "(--measured step_s=), or a trace"
         )
     if trace is None:
+        seconds, num_steps = step_seconds(path)
         text = f"{path}, the median of {num_steps:,} steps"
         step = predict_step(job)
         check_explained(check_possible(seconds, str(path), job, step), str(path), job, step)
         return gap(job, seconds, config, text)
-    beside = f"; the median of {num_steps:,} steps in {METRICS_FILE} is {seconds:.4g} s"
+    beside = ""
+    if (path / METRICS_FILE).is_file():  # a folder may have been copied without it
+        seconds, num_steps = step_seconds(path)
+        beside = f"; the median of {num_steps:,} steps in {METRICS_FILE} is {seconds:.4g} s"
     return _of_trace(trace, read_trace(trace), job, config, deep, beside)
 
 
