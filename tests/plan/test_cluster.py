@@ -5,6 +5,7 @@ import pytest
 
 from stepwell.hardware import ACCELERATORS, GIB
 from stepwell.plan.cluster import LINKS, cluster, read_cluster
+from stepwell.plan.memory.host import of_machine
 from stepwell.types import ConfigError
 
 
@@ -87,7 +88,17 @@ def test_a_wrong_cluster_is_refused(tmp_path, line, said):
 
 
 def test_consumer_cards_are_in_smaller_machines():
-    assert cluster("h100-sxm").host_room_bytes == 2048 * GIB
-    assert cluster("rtx4090").host_room_bytes == 512 * GIB
-    assert cluster("l4").host_room_bytes == 768 * GIB
-    assert replace(cluster("rtx4090"), host_memory_bytes=GIB).host_room_bytes == GIB
+    assert cluster("h100-sxm").host_room_bytes(8) == 2048 * GIB
+    assert cluster("rtx4090").host_room_bytes(8) == 512 * GIB
+    assert cluster("l4").host_room_bytes(8) == 768 * GIB
+    assert replace(cluster("rtx4090"), host_memory_bytes=GIB).host_room_bytes(1) == GIB
+
+
+@pytest.mark.parametrize(("used", "gib"), [(1, 64), (2, 128), (8, 512), (64, 512)])
+def test_memory_that_nobody_gives_is_that_beside_the_cards_in_use(used, gib):
+    """The same in every question."""
+    here = cluster("rtx4090")
+    assert here.host_room_bytes(used) == gib * GIB
+    assert of_machine({"processes": 1.0}, used, here).room == gib * GIB
+    given = replace(here, host_memory_bytes=100 * GIB)
+    assert of_machine({"processes": 1.0}, used, given).room == 100 * GIB

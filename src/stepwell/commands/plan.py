@@ -260,7 +260,7 @@ def _assumed_of_machine(best: Candidate) -> list[str]:
         return []
     return [
         f"machines with {host.room / GIB:,.0f} GiB of their own, as is usual beside "
-        f"{best.job.cluster.gpus_per_node} x {best.job.cluster.accelerator.name}: offload needs "
+        f"{host.ranks_per_machine} x {best.job.cluster.accelerator.name}: offload needs "
         f"{host.total / GIB:,.0f} GiB of each (host_memory_gib of --cluster)"
     ]
 

@@ -96,10 +96,10 @@ class Cluster:
     name: str = ""
     ring_share: float = 1.0
 
-    @property
-    def host_room_bytes(self) -> int:
-        """Of a machine; where nobody says, as is usual."""
-        usual = LINKS[self.accelerator.name].host_gib * GIB * self.gpus_per_node
+    def host_room_bytes(self, num_used: int) -> int:
+        """Of a machine whose first num_used accelerators are used; where nobody says, what is usual
+        beside as many: a smaller machine may have no others."""
+        usual = LINKS[self.accelerator.name].host_gib * GIB * min(num_used, self.gpus_per_node)
         return self.host_memory_bytes or usual
 
     def link(self, num_ranks: int, stride: int, world: int) -> Link:

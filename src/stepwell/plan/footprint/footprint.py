@@ -85,7 +85,7 @@ def fits(
     """Whether the GPU has room, and its machine."""
     if headroom(footprint, cluster, coefficients) < 0:
         return False
-    return footprint.host.total <= cluster.host_room_bytes
+    return footprint.host.total <= cluster.host_room_bytes(footprint.host.ranks_per_machine)
 
 
 def _of_rank(

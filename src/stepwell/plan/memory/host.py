@@ -138,7 +138,7 @@ def of_machine(of_rank: Mapping[str, float], world: int, cluster: Cluster) -> Ho
         ranks_per_machine=here,
         items={key: round(n * here) for key, n in of_rank.items()},
         pinned=round(pinned * here),
-        room=cluster.host_room_bytes,
+        room=cluster.host_room_bytes(here),
         known=cluster.host_memory_bytes is not None,
     )
 
