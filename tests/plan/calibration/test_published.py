@@ -129,7 +129,9 @@ def test_optional_columns_may_be_missing(rows, tmp_path):
     [
         ({"n_gpus": "many"}, "n_gpus='many' is not a number"),
         ({"n_gpus": "-8"}, "n_gpus='-8' must be above 0"),
-        ({"step_time_s": "nan"}, "step_time_s='nan' must be above 0"),
+        ({"step_time_s": "nan"}, "step_time_s='nan' is not a finite number"),
+        ({"step_time_s": "inf"}, "step_time_s='inf' is not a finite number"),
+        ({"vocab": "1"}, "vocab=1 must be at least 2"),
         ({"n_layers": "1.5"}, "n_layers='1.5' is not a whole number"),
         ({"d_model": ""}, "d_model is not printed"),
         ({"tp": "3"}, "n_gpus=512 is no multiple of tp x pp x cp = 3"),

@@ -1,15 +1,17 @@
 """What a table of runs is refused for, whole or by the row: each rule on both of its sides."""
 
 import csv
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from stepwell.hardware import GIB
 from stepwell.plan.calibration.checks import check_measured
 from stepwell.plan.calibration.facts import with_facts
-from stepwell.plan.calibration.published import read_row
-from stepwell.plan.calibration.table import like, read_table, shipped_table
+from stepwell.plan.calibration.published import MEASURED_AS, read_row
+from stepwell.plan.calibration.table import READ, like, read_table, shipped_table
 from stepwell.plan.cluster import GBIT
 from stepwell.plan.steptime.step import least_step_s, predict_step
 from stepwell.types import ConfigError, DataError
@@ -211,3 +213,39 @@ def test_alike_reasons_add_up():
     assert like("tp=3 does not divide n_heads=64") == like("tp=5 does not divide n_heads=32")
     assert like("0.001 s beat 1,024 h100-sxm, 1e-05 s") == "… s beat … h100-sxm, … s"
     assert like("gpu='x' is none of a, b") != like("fit='x' is none of a, b")
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "planner-calibration.md"
+
+
+def words_of_page() -> dict[str, list[str]]:
+    """Column -> its words, of the page's table."""
+    table = PAGE.read_text(encoding="utf-8").split("| column | words |")[1].split("\n\n")[0]
+    lines = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    return {
+        name.strip(" `"): re.findall(r"`([^`]+)`", words.split(";")[0]) for name, words in lines
+    }
+
+
+def test_the_page_has_the_words_that_are_read(rows):
+    known = words_of_page()
+    assert known.pop("mem_kind") == list(MEASURED_AS)
+    for name, words in known.items():
+        with pytest.raises(DataError) as caught:
+            read_row(rows["dg0055"] | {name: "zzz"}, "x")
+        legal = re.search(r"is none of (.*)", str(caught.value))
+        assert legal is not None, name
+        assert legal[1].split(", ") == words, name
+    everywhere = set(re.findall(r"\w+", PAGE.read_text(encoding="utf-8")))
+    assert everywhere >= READ
+
+
+@pytest.mark.parametrize(("times", "legal"), [(99.0, True), (101.0, False)])
+def test_a_step_that_nothing_explains(rows, times, legal):
+    row = rows["lf0001"] | {"tokens_per_s_per_gpu": "", "tflops_per_gpu": "", "mfu_pct": ""}
+    predicted = predict_step(read_row(row, "x").job).total_s
+    slow = row | {"step_time_s": f"{times * predicted}"}
+    if legal:
+        assert read_row(slow, "x").step_s == pytest.approx(times * predicted)
+    else:
+        refused(slow, "is over 100 times what is predicted; on 512 h100-sxm nothing explains more")

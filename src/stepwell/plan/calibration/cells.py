@@ -27,7 +27,9 @@ def number(cells: Cells, name: str) -> float:
         value = float(text)
     except ValueError as error:
         raise DataError(f"{name}={text!r} is not a number") from error
-    if not 0 < value < math.inf:
+    if not math.isfinite(value):
+        raise DataError(f"{name}={text!r} is not a finite number")
+    if value <= 0:
         raise DataError(f"{name}={text!r} must be above 0")
     return value
 

@@ -9,9 +9,11 @@ from stepwell.hardware import GIB
 from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.plan.job import Arrangement, Dims, Job
 from stepwell.plan.steptime.coefficients import generation
-from stepwell.plan.steptime.step import least_step_s
+from stepwell.plan.steptime.step import least_step_s, predict_step
 from stepwell.types import DataError
 
+FEWEST_WORDS = 2  # of a vocabulary: with one there is nothing to predict
+SLOWEST = 100.0  # times the predicted step: nothing that is known here explains more
 # Scales of blocks of 32 or 16 values are units of these.
 BLOCK_SCALED = {"mxfp8": ("blackwell", "mi35"), "nvfp4": ("blackwell",)}
 # The fewest and the most of a schedule.
@@ -21,6 +23,8 @@ STAGES_A_RANK |= dict.fromkeys(ZERO_BUBBLE, (2, 2))
 
 def check_dims(dims: Dims, head_dim_is_printed: bool) -> None:
     heads, kv_heads = dims.num_heads, dims.num_kv_heads
+    if dims.vocab_size < FEWEST_WORDS:
+        raise DataError(f"vocab={dims.vocab_size} must be at least {FEWEST_WORDS}")
     if dims.d_model % heads and not head_dim_is_printed:
         raise DataError(
             f"d_model={dims.d_model} is no multiple of n_heads={heads}; a head of another width is "
@@ -106,13 +110,19 @@ def _precision(job: Job) -> None:
 
 
 def check_measured(job: Job, step_s: float | None, peak_bytes: float | None) -> None:
-    """Raises DataError for a step that beats the datasheet's peak, and for more memory than the
-    device has."""
+    """Raises DataError for a step that beats the datasheet's peak, or takes more than `SLOWEST`
+    times what is predicted, and for more memory than the device has."""
     device, least = job.cluster.accelerator, least_step_s(job)
     if step_s is not None and step_s < least:
         raise DataError(
             f"a step of {step_s:.4g} s beats the peak of {job.layout.num_gpus} {device.name}, "
             f"whose products alone take {least:.4g} s"
+        )
+    if step_s is not None and step_s > (most := SLOWEST * predict_step(job).total_s):
+        raise DataError(
+            f"a step of {step_s:.4g} s is over {SLOWEST:.0f} times what is predicted; on "
+            f"{job.layout.num_gpus} {device.name} nothing explains more than {most:.4g} s: is it "
+            "in seconds, of one step, and the rate of one GPU?"
         )
     if peak_bytes is not None and peak_bytes > device.memory_bytes:
         raise DataError(
