@@ -336,6 +336,8 @@ def _recipe(asked: Asked) -> int:
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, with_rows(run, task.rows), world)
     measured = _gap(asked, job, run.model, run)
+    if measured is not None and method is not None:
+        measured = measured.without_knobs()
     fastest, quick = None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
         fastest = _fastest(measured, prices, candidate, task)

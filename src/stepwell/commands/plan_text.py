@@ -149,9 +149,9 @@ def knobs_and_fastest(answer: Searched | Review, now: Candidate) -> list[Rendera
     found = None if answer.gap is None else answer.gap.comparison
     if found is not None and not found.of_device:
         return []
-    before = found.measured.step_s if found is not None else answer.step_s
-    gains = {} if answer.gap is None else answer.gap.gains
     whole = isinstance(answer, Review) and answer.method is not None
+    before = answer.step_s if found is None or whole else found.measured.step_s
+    gains = {} if answer.gap is None else answer.gap.gains
     parts: list[RenderableType] = [
         *("", title("Knobs by predicted gain"), *knob_lines(answer.knobs, gains)),
         *together_lines(answer.together, now, before, whole),
@@ -514,7 +514,7 @@ def comparison_lines(gap: Gap) -> list[RenderableType]:
         if cause.eased_by:
             text.append(f" Shrinks it most: {easing(cause.eased_by)}.", style="not bold")
         lines.append(Padding(text, (0, 0, 0, 4)))
-    if comparison.of_device:
+    if comparison.knobs:
         lines.append(note("Knobs below: gains of the measured step, at the rates that it shows."))
     return lines
 

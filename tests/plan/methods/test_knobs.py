@@ -5,8 +5,10 @@ import pytest
 from stepwell.config import Run
 from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
+from stepwell.plan.measured.gap import gap
 from stepwell.plan.methods.knobs import method_knobs, method_together
 from stepwell.plan.methods.recipes import as_configured
+from stepwell.plan.steptime.step import predict_step
 from stepwell.presets import preset
 from tests.plan.explain.test_knobs import overrides_of
 
@@ -53,6 +55,14 @@ def test_a_knob_costs_what_the_recipe_with_it_costs(name):
         assert there.step_s < best.step_s
         assert knob.step_s == there.step_s
         best = there
+
+
+def test_of_a_measured_training_pass_no_knobs_are_told():
+    run = run_of("dpo")
+    now = as_configured(run, 8, H100)
+    found = gap(now.job, 2 * predict_step(now.job).total_s, run.model)
+    assert any(suspect.knobs for suspect in found.suspects)
+    assert not any(suspect.knobs for suspect in found.without_knobs().suspects)
 
 
 def test_what_only_the_policy_alone_has_room_for_does_not_work():

@@ -127,8 +127,9 @@ def test_the_text_says_of_what_and_why(ppo_70b):
     assert "a GPU has 79.1 GiB, 78.3 of them usable" in told
     assert found.asked.settings["layout.tp"] == 8
     assert "TP 8 comes nearest: at TP 1 training needs" in told
-    assert ppo_70b.elsewhere is not None
-    assert "TP 2 because at TP 1 training needs" in ppo_70b.elsewhere.why_tp
+    on_16 = plan("dpo", "llama3-70b", 16).nearest
+    assert on_16 is not None
+    assert "TP 8 because at TP 1 training needs" in on_16.why_tp
     at_one = plan("dpo", "llama3-70b", 8, pins=Pins(tp=1)).asked
     assert at_one.why_tp == ""
     assert f"needs {size_text(at_one.peak)}" in told

@@ -11,7 +11,7 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import cluster
 from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.methods.evaluated import evaluate
-from stepwell.plan.methods.methods import MethodPlan, plan_method
+from stepwell.plan.methods.methods import KEYS, MethodPlan, check_work, plan_method
 from stepwell.plan.methods.placements import METHODS, asked_of
 from stepwell.plan.methods.recipes import (
     as_configured,
@@ -20,7 +20,7 @@ from stepwell.plan.methods.recipes import (
     placement_of,
     recipe,
 )
-from stepwell.plan.methods.rollouts import Workload
+from stepwell.plan.methods.rollouts import Workload, own_sampler
 from stepwell.plan.methods.text import of_limit
 from stepwell.plan.methods.training import Question
 from stepwell.plan.search.space import Pins
@@ -122,3 +122,35 @@ def test_a_recipe_of_many_kinds_is_a_placement():
     assert told.servers == {"sampler": 1}
     assert told.num_gpus == 5
     assert as_configured(Run.parse(values), 4, H100) is None
+
+
+@pytest.mark.parametrize("method", KEYS)
+def test_the_bounds_of_a_methods_work_are_those_of_its_recipe(method):
+    usual = Workload(prompts=8, group_size=4)
+    for field, key in KEYS[method].items():
+        legal = []
+        for value in (1, 2, 3):
+            try:
+                Run.parse({"method": {"kind": method, key: value}})
+                legal.append(value)
+                check_work(method, replace(usual, **{field: value}))
+            except ConfigError:
+                option = f"--{field.replace('_', '-')} {value} is not valid"
+                with pytest.raises(ConfigError, match=option):
+                    check_work(method, replace(usual, **{field: value}))
+        assert legal == ([2, 3] if (method, field) == ("grpo", "group_size") else [1, 2, 3])
+
+
+def test_what_is_sampled_more_than_once_is_said():
+    work = Workload(prompts=64, group_size=4, prompt_tokens=64, answer_tokens=64)
+    for tp in (1, 4):
+        found = plan("grpo", workload=work, pins=Pins(tp=tp))
+        one = found.asked
+        assert one.sampled_alike == tp
+        alone = own_sampler(dims_of(PRESETS[SMALL], SMALL), work, H100, 8 // tp)
+        assert one.times["decoding"] == alone.decode_s
+        told = "\n".join(found.lines())
+        assert ("each answer is sampled 4 times" in told) == (tp > 1)
+        run = Run.parse(recipe(found, PRESETS[SMALL], "x"))
+        configured = as_configured(run, 8, H100)
+        assert configured.sampled_alike == found.as_json()["asked"]["sampled_alike"] == tp

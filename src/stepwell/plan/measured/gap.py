@@ -69,6 +69,15 @@ class Gap:
     source: str = ""
     comparison: Comparison | None = None
 
+    def without_knobs(self) -> Gap:
+        """Where what it is of is but a part of what a knob changes."""
+        suspects = tuple(replace(suspect, knobs=()) for suspect in self.suspects)
+        comparison = self.comparison
+        if comparison is not None:
+            causes = tuple(replace(cause, eased_by=()) for cause in comparison.causes)
+            comparison = replace(comparison, causes=causes, knobs=(), together=())
+        return replace(self, suspects=suspects, comparison=comparison)
+
     @property
     def ratio(self) -> float:
         return self.measured_s / self.predicted_s

@@ -123,6 +123,14 @@ class Evaluated:
         return f"a machine's memory would hold {needs} and has {self.host_text}"
 
     @property
+    def sampled_alike(self) -> int:
+        """GPUs that sample the same answers to the same prompts: the engine's tensor, context and
+        pipeline ranks of one data rank; 1 where a server samples."""
+        if self.sampling is None or "sampler" in self.servers:
+            return 1
+        return self.trainers // self.job.layout.data_ranks
+
+    @property
     def trains_the_same(self) -> bool:
         return self.distance < OTHER_TRAINING
 
@@ -140,6 +148,7 @@ class Evaluated:
             "layout",
             "trainers",
             "trains_the_same",
+            "sampled_alike",
         )
         return {
             **{name: value for name, value in asdict(self).items() if name != "job"},

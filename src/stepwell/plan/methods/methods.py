@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from stepwell.plan.cluster import Cluster, cluster
 from stepwell.plan.job import Arrangement, dims_of
 from stepwell.plan.memory.ledger import method_bytes_per_parameter
@@ -31,10 +33,21 @@ from stepwell.plan.methods.training import (
 )
 from stepwell.plan.search.checks import check_headroom, option, pins_text
 from stepwell.plan.search.space import Pins
+from stepwell.schema import explain
+from stepwell.sections.methods import DPO, GRPO, PPO
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
 MAX_GPUS = 16384
+SECTIONS = {"ppo": PPO, "grpo": GRPO, "dpo": DPO}
+# Fields of a workload, and the keys of a recipe's [method] that they become.
+_SAMPLED_KEYS = {
+    "prompts": "prompts_per_step",
+    "group_size": "group_size",
+    "answer_tokens": "max_new_tokens",
+    "updates": "updates_per_rollout",
+}
+KEYS = {**dict.fromkeys(SAMPLED, _SAMPLED_KEYS), "dpo": {"rows": "pairs_per_step"}}
 PINNED = ("tp", "max_tp", "recompute", "micro_batch_rows", "headroom_bytes")
 
 
@@ -115,6 +128,7 @@ def plan_method(
         raise ConfigError(f"--gpus {num_gpus} must be at least 1")
     usual = Workload(prompts=512, group_size=1) if method == "ppo" else Workload()
     work = workload or usual
+    check_work(method, work)
     if method in SAMPLED:
         work = replace(work, seq_len=work.answer_row)
     question = Question(
@@ -147,6 +161,18 @@ def plan_method(
         held_bytes=sum(one.total for one in first.models.values()) * first.trainers,
         pins=pins,
     )
+
+
+def check_work(method: str, work: Workload) -> None:
+    """Raises ConfigError for what a recipe of the method may not say, with the option's name and
+    the rule of the key that it becomes."""
+    for name, key in KEYS.get(method, {}).items():
+        value, section = getattr(work, name), SECTIONS[method]
+        try:
+            section.model_validate({key: value})
+        except ValidationError as error:
+            where = f"--{name.replace('_', '-')} {value}"
+            raise ConfigError(explain(error, section, where)) from error
 
 
 def _check_pins(pins: Pins, machines: Cluster) -> None:

@@ -16,7 +16,7 @@ from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.memory.models import ModelBytes, predict_models, reference_place
 from stepwell.plan.methods.evaluated import Evaluated, placed, servers_of
-from stepwell.plan.methods.methods import MethodPlan
+from stepwell.plan.methods.methods import KEYS, MethodPlan
 from stepwell.plan.methods.placements import SAMPLED, Placement
 from stepwell.plan.methods.rollouts import Workload
 from stepwell.plan.methods.text import of_limit, parts_text
@@ -63,13 +63,8 @@ def recipe(
         values.setdefault(section, {})[field] = value
     rows = one.job.layout.global_batch_rows
     if plan.method in SAMPLED:
-        work = plan.workload
-        values["method"] |= {
-            "prompts_per_step": work.prompts,
-            "group_size": work.group_size,
-            "max_new_tokens": work.answer_tokens,
-            "updates_per_rollout": work.updates,
-        }
+        for field, key in KEYS[plan.method].items():
+            values["method"][key] = getattr(plan.workload, field)
     if plan.method == "dpo":
         values["method"]["pairs_per_step"] = rows
     if values["method"]["kind"] != "sft":

@@ -177,6 +177,7 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
             f"sampling: {size_text(s.weights)} of weights and {size_text(s.cache)} of keys and "
             f"values on a GPU, {s.slots} answers at once"
         )
+        found += _alike(one)
     if one.host_of_machine:
         held = in_gib(one.host_of_machine)
         found.append(f"host memory of a machine: {held} of {one.host_text}")
@@ -186,6 +187,17 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     if one.lacks:
         found.append(f"but {one.lacks}")
     return found
+
+
+def _alike(one: Evaluated) -> list[str]:
+    """What is sampled more than once, if so."""
+    if one.sampled_alike == 1:
+        return []
+    shares = count_of(one.job.layout.data_ranks, "data rank")
+    return [
+        f"each answer is sampled {one.sampled_alike} times: the engine divides prompts among "
+        f"{shares}, and the {one.sampled_alike} GPUs of a data rank sample the same ones"
+    ]
 
 
 def settings_text(one: Evaluated) -> list[str]:
