@@ -11,6 +11,7 @@ from stepwell.plan.measured.compare import compare, task_of
 from stepwell.plan.measured.fitted import fit
 from stepwell.plan.measured.lines import predicted_parts
 from stepwell.plan.measured.parts import parts_of
+from stepwell.plan.measured.shown import line_rows
 from stepwell.plan.measured.trace import read_trace
 from stepwell.plan.search.prices import Prices
 from stepwell.plan.steptime.coefficients import SHIPPED
@@ -57,6 +58,7 @@ def test_a_step_as_predicted_has_no_causes_and_the_same_knobs(tmp_path):
     for key, rate in found.fitted.rates.as_dict().items():
         assert rate == pytest.approx(getattr(SHIPPED, key), rel=0.03), key
     assert abs(found.fitted.beside_s) < 0.01 * found.predicted_s
+    assert "-0.000 s" not in {row[-1] for row in line_rows(found)}
     for knob in found.knobs:
         if abs(knob.gain) > 0.02:
             assert knob.gain == pytest.approx(planned_knobs()[knob.name], abs=0.02)

@@ -131,9 +131,9 @@ class Validation:
         }
 
     def lines(self) -> list[str]:
-        found = [f"{len(self.predictions)} rows used, {len(self.skipped)} not"]
+        found = [f"{_rows(len(self.predictions))} used, {len(self.skipped)} not"]
         found += _skipped_lines(self.skipped)
-        found += [f"  assumed: {what}: {n} rows" for what, n in sorted(self.assumed().items())]
+        found += [f"  assumed: {what}: {_rows(n)}" for what, n in sorted(self.assumed().items())]
         if self.unread:
             found.append(f"  columns that nothing reads: {', '.join(self.unread)}")
         if not self.predictions:
@@ -308,6 +308,10 @@ def _skipped_lines(skipped: dict[str, str]) -> list[str]:
     for row_id, why in skipped.items():
         rows[why].append(row_id)
     return [f"  not used: {why}: {_named(ids)}" for why, ids in sorted(rows.items())]
+
+
+def _rows(num: int) -> str:
+    return f"{num:,} row" if num == 1 else f"{num:,} rows"
 
 
 def _named(ids: Sequence[str]) -> str:

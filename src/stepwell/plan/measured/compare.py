@@ -243,7 +243,9 @@ def _of_messages(line: Line, link: Link | None, job: Job, fitted: Fitted) -> tup
         looks.append("other ranks' traces: which one comes last to each message?")
     if link.axis == "data" and job.layout.overlap_data and not fitted.job.layout.overlap_data:
         hidden = replace(fitted.job, layout=replace(fitted.job.layout, overlap_data=True))
-        rest = predict_step(hidden, fitted.rates).parts.get("exposed data", 0.0)
-        texts.append(f"beside computing as foreseen, {rest:.2f} s would stay exposed")
+        saved_s = predict_step(fitted.job, fitted.rates).total_s
+        saved_s -= predict_step(hidden, fitted.rates).total_s
+        if saved_s > LEAST_SHARE * fitted.step(job).total_s:
+            texts.append(f"beside computing as foreseen, a step would take {saved_s:.2f} s less")
         looks.append("are gathers issued a block ahead (layout.prefetch_forward)?")
     return "; ".join(texts), " ".join(looks) or "the messages' sizes and number in the trace"

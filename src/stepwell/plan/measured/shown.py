@@ -29,7 +29,7 @@ def line_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     whole = Line("a step", comparison.measured.step_s, comparison.predicted_s)
     return [
         (NAMES.get(x.name, x.name), f"{x.measured_s:.3f} s", f"{x.predicted_s:.3f} s",
-         f"{x.more_s:+.3f} s")
+         f"{round(x.more_s, 3) + 0.0:+.3f} s")  # never -0.000
         for x in (*comparison.lines, whole)
     ]  # fmt: skip
 
