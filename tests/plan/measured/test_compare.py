@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 from functools import cache
 
@@ -119,6 +120,11 @@ def test_messages_that_nothing_hides(tmp_path):
     found = compare(read(tmp_path, overlap=False), JOB, EIGHT.config)
     assert not found.fitted.job.layout.overlap_data
     assert "layout.prefetch_forward" in found.causes[0].look
+    told = re.search(r"as foreseen, a step would take ([\d.]+) s less", found.causes[0].text)
+    as_foreseen = found.measured.step_s - predict_step(JOB).total_s
+    assert told is not None
+    assert float(told[1]) <= found.measured.parts["exposed data"]
+    assert float(told[1]) == pytest.approx(as_foreseen, rel=0.3)
     assert found.links[0].messages.hidden_s == pytest.approx(0, abs=1e-3)
 
 

@@ -15,7 +15,14 @@ from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
 from stepwell.plan.measured.fitted import Fitted, fit, fused
 from stepwell.plan.measured.likeness import axis_name, check_ranks, doubts_of, other_device
-from stepwell.plan.measured.lines import COMPUTING, LINES, NAMES, Line, predicted_parts
+from stepwell.plan.measured.lines import (
+    COMPUTING,
+    LINES,
+    NAMES,
+    Line,
+    predicted_parts,
+    slower_memory,
+)
 from stepwell.plan.measured.links import Link, links_of
 from stepwell.plan.measured.parts import COPIES, IDLE, LONG_GAP_S, Measured, parts_of
 from stepwell.plan.measured.trace import Trace
@@ -243,9 +250,10 @@ def _of_messages(line: Line, link: Link | None, job: Job, fitted: Fitted) -> tup
         looks.append("other ranks' traces: which one comes last to each message?")
     if link.axis == "data" and job.layout.overlap_data and not fitted.job.layout.overlap_data:
         hidden = replace(fitted.job, layout=replace(fitted.job.layout, overlap_data=True))
-        saved_s = predict_step(fitted.job, fitted.rates).total_s
-        saved_s -= predict_step(hidden, fitted.rates).total_s
-        if saved_s > LEAST_SHARE * fitted.step(job).total_s:
+        now_s = fitted.step(job).total_s
+        then = slower_memory(predict_step(hidden, fitted.rates), fitted.memory)
+        saved_s = min(line.measured_s, now_s - then.total_s)
+        if saved_s > LEAST_SHARE * now_s:
             texts.append(f"beside computing as foreseen, a step would take {saved_s:.2f} s less")
         looks.append("are gathers issued a block ahead (layout.prefetch_forward)?")
     return "; ".join(texts), " ".join(looks) or "the messages' sizes and number in the trace"
