@@ -18,6 +18,16 @@ def test_the_claim_holds_and_the_check_can_fail(numbers):
     off = copy.deepcopy(numbers)
     off["axes"][0] |= {"fits": True, "broken": "", "step_s": 0.5 * best_s}
     off["best"]["runnable"] = False
+    tie = {**numbers["axes"][0], "fits": True, "broken": "", "step_s": best_s, "best_step_s": None}
+    for simpler in (False, True):
+        tied = {**numbers, "axes": [{**tie, "simpler": simpler}]}
+        assert ["and simpler" in line for line in layout.check(tied)] == [True] * simpler
+    assert "a tie, which" in layout.page({**numbers, "axes": [tie]})
+    other = {**numbers["without_context"], "fits": True, "time/step_s": 0.99 * best_s}
+    assert other["text"].startswith("TP 8 x PP")
+    assert "CP" not in other["text"]
+    assert len(layout.check({**numbers, "without_context": other})) == 1
+    assert layout.check({**numbers, "without_context": {**other, "fits": False}}) == []
     assert len(layout.check(off)) == 2
     off["best"]["memory/peak_bytes"] = numbers["gpu_bytes"] + 1
     assert len(layout.check(off)) == 3
@@ -42,6 +52,14 @@ def test_the_page_says_what_the_numbers_say(numbers):
         assert reason["question"] in told
     assert f"{numbers['best']['time/step_s']:.2f} s" in told
     assert "What Meta measured" in told
+    assert numbers["without_context"]["text"] in told
+    for axis, where in (("tensor (TP)", "within a machine"), ("context (CP)", "between machines")):
+        assert f"<td>{axis}</td><td>{where}</td>" in "".join(told.split("\n"))
+    has = numbers["gpu_bytes"]
+    row = {**numbers["axes"][0], "fits": False, "broken": "", "peak_bytes": has}
+    for more, said in ((0, "leaves less than the margin"), (1, "does not fit")):
+        page = layout.page({**numbers, "axes": [{**row, "peak_bytes": has + more}]})
+        assert f"<td>{said}</td>" in page
     assert "they were not searched" in told
     assert "What the program holds" not in told
     row = {"item": "peak", "pp_rank": 3, "predicted": 2 << 30, "counted": 1 << 30}
