@@ -244,6 +244,16 @@ def test_what_nobody_said_is_told(capsys):
     assert "98 rows of" in out
 
 
+def test_a_recipe_of_one_rank_that_offloads_parameters_says_how_it_starts(capsys, tmp_path):
+    for num, said in ((1, True), (2, False)):
+        path = tmp_path / f"{num}.toml"
+        words = ["--model", "smollm2-135m", "--gpus", str(num), "--seq-len", "512", "--quick"]
+        words += ["--offload", "parameters", "--global-batch-tokens", "4k", "--write", str(path)]
+        code, _, err = run(capsys, *words)
+        assert code == 0, err
+        assert ("# Start it with --nproc 1" in path.read_text()) == said
+
+
 def test_a_checkpoint_that_no_copy_waits_for_fits_in_less_memory_of_the_host(capsys, tmp_path):
     """The advice names the option, the option is followed, and the recipe carries it."""
     machines, recipe = tmp_path / "two.toml", tmp_path / "recipe.toml"

@@ -27,7 +27,7 @@ from stepwell.plan.dims import Subject, find_model
 from stepwell.plan.explain.answer import Review, Searched, as_json, review_json
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.explain.reasons import explain
-from stepwell.plan.job import Job, job_of
+from stepwell.plan.job import Job, how_to_start, job_of
 from stepwell.plan.measured.gap import Gap, gap, measured_step_s
 from stepwell.plan.measured.source import measured_at
 from stepwell.plan.methods.recipes import workload_of
@@ -514,9 +514,9 @@ def write_recipe(path: Path, subject: Subject, best: Candidate) -> None:
         "says; the rest is\n# fragmentation, the driver's context and communicators' buffers.\n"
         "# Still to say: data.sources and data.tokenizer, optim, train.steps.\n"
     )
-    if longer:
-        head += textwrap.fill(f"It has {longer}.", 100, initial_indent="# ", subsequent_indent="# ")
-        head += "\n"
+    for said in (how_to_start(best.layout), f"It has {longer}." if longer else ""):
+        if said:
+            head += textwrap.fill(said, 100, initial_indent="# ", subsequent_indent="# ") + "\n"
     write_text(path, head + tomli_w.dumps(values))
 
 

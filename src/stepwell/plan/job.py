@@ -249,6 +249,13 @@ class Job:
     cluster: Cluster
 
 
+def how_to_start(layout: Arrangement) -> str:
+    """A sentence where a run needs more than its recipe to start as planned, else empty."""
+    if layout.num_gpus == 1 and layout.offload_parameters:
+        return "Start it with --nproc 1: FSDP2, which offloads parameters, needs a process group."
+    return ""
+
+
 def dims_of(model: ModelConfig, name: str = "") -> Dims:
     """The dimensions of one of our models."""
     counts = count_parameters(model)

@@ -216,6 +216,15 @@ def test_the_ledgers_say_what_the_program_does(text):
     assert_predicted(text, CASES[text])
 
 
+def test_one_rank_that_offloads_parameters_has_a_group_as_with_nproc_1():
+    """Weights are handed out to it as to several; all that host and device hold is one here."""
+    run = run_of("offload.parameters=true", world=1, model="smollm2-135m")
+    found = dry_run(run, 1).busiest
+    assert found.gathered >= 2 * run.model.vocab_size * run.model.d_model  # a tied root's, in bf16
+    row = next(row for row in differences(run, 1) if row.item == "activations")
+    assert abs(row.relative) <= 0.10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("text", MORE)
 def test_the_ledgers_say_what_the_program_does_in_more_layouts(text):

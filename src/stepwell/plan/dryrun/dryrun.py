@@ -102,7 +102,8 @@ class DryRun:
         rows = []
         for rank in self.ranks:
             if rank.pp_rank in ledgers:
-                rows += _of_memory(rank, ledgers[rank.pp_rank], alone=self.world == 1)
+                alone = self.world == 1 and not rank.gathered
+                rows += _of_memory(rank, ledgers[rank.pp_rank], alone)
             if rank.pp_rank in sent:
                 rows += _of_traffic(rank, sent[rank.pp_rank])
         return rows
@@ -240,7 +241,8 @@ def dry_run(
     for pp_rank in sorted(chosen, key=lambda rank: rank != has_last):
         rank = pp_rank * (world // axes.pp)
         answers.listen()
-        with fake_ranks(run.layout, world, rank, gpus_per_node) as mesh, fake_device(answers):
+        place = fake_ranks(run.layout, world, rank, gpus_per_node, run.offload.parameters)
+        with place as mesh, fake_device(answers):
             batch = (rows or full_rows)(run, m * run.train.micro_batch_rows)
             others = {n: one._replace(run=plain_run(one.run)) for n, one in (beside or {}).items()}
             found.append(count_step(run, mesh, batch, loss, others))

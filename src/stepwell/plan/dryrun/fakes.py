@@ -56,10 +56,11 @@ _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.defaul
 
 @contextmanager
 def fake_ranks(
-    layout: LayoutConfig, world: int, rank: int, gpus_per_node: int = 8
+    layout: LayoutConfig, world: int, rank: int, gpus_per_node: int = 8, grouped: bool = False
 ) -> Iterator[Mesh]:
-    """The mesh of one of `world` ranks, while the others only answer; a single one needs no group.
-    Whatever torch keeps for a whole process is afterwards as it was.
+    """The mesh of one of `world` ranks, while the others only answer. grouped: a single one has a
+    group of its own, too, as with --nproc 1 (offload of parameters needs one). Whatever torch keeps
+    for a whole process is afterwards as it was.
 
     Raises TrainingError where this process is among real ranks.
     """
@@ -71,7 +72,7 @@ def fake_ranks(
     sizes, local = axis_sizes(layout, world), min(world, gpus_per_node)
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(local)}))
-        if world == 1:
+        if world == 1 and not grouped:
             yield Mesh(1, 0, 0, CPU)
             return
         # Torch puts the rank before every line of an error.

@@ -68,7 +68,8 @@ def dry_rollout(
     """Of the first rank, without a pipeline. work: None where a server samples. rows, beside: as in
     `dry_run`. Raises as `dry_run`."""
     run = plain_run(run)
-    with fake_ranks(run.layout, world, 0, gpus_per_node) as mesh, fake_device(), _as_on_a_device():
+    place = fake_ranks(run.layout, world, 0, gpus_per_node, run.offload.parameters)
+    with place as mesh, fake_device(), _as_on_a_device():
         others = {n: one._replace(run=plain_run(one.run)) for n, one in beside.items()}
         return _count(run, mesh, work, rows(run, run.train.micro_batch_rows), others)
 

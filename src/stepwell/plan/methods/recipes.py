@@ -12,7 +12,7 @@ from typing import Any
 from stepwell.config import Run
 from stepwell.parallel.rules import axis_sizes
 from stepwell.plan.cluster import Cluster
-from stepwell.plan.job import dims_of, job_of
+from stepwell.plan.job import dims_of, how_to_start, job_of
 from stepwell.plan.memory.ledger import predict_memory
 from stepwell.plan.memory.models import ModelBytes, predict_models, reference_place
 from stepwell.plan.methods.evaluated import Evaluated, placed, servers_of
@@ -90,6 +90,7 @@ def heading(plan: MethodPlan, machines: Cluster) -> str:
         f"# {plan.method} on {plan.num_gpus} x {machines.name}, planned: {said}.\n"
         f"# {of_limit(one)}; a whole step: {seconds_text(one.step_s)} ({parts_text(one)}).\n"
         f"# Still to say: {', '.join(still)}.\n"
+        + (f"# {start}\n" if (start := how_to_start(one.job.layout)) else "")
     )
 
 
