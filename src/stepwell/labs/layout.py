@@ -297,7 +297,7 @@ def _links(numbers: dict[str, Any]) -> Rows:
     names |= {"dp_shard": "data (DP), shards", "dp_replicate": "data (DP), replicas"}
     rows = [
         (
-            names.get(row["axis"], row["axis"]),
+            names.get(row["axis"], str(row["axis"])),
             "between machines" if row["link"] == "network" else "within a machine",
             size_text(row["wire_bytes"]),
         )
