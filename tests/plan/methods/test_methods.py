@@ -287,6 +287,12 @@ def test_the_host_has_a_limit_too():
     assert short.nearest.placement.adapters != "none"
 
 
+def test_gpus_that_serve_count_for_what_a_machine_has(ppo_70b):
+    """Four of a machine's eight GPUs train, and the others are used, too."""
+    assert ppo_70b.nearest.servers
+    assert ppo_70b.nearest.host_limit == ppo_70b.asked.host_limit == 8 * 256 * GIB
+
+
 def test_every_setting_is_a_run_that_the_engine_takes():
     """The keys that a plan names, on as many ranks."""
     for method in METHODS:

@@ -278,7 +278,7 @@ def placed(
         parts={name: _with_outside(held, training) for name, held in parts.items()},
         limit=device.memory_bytes * (1 - SHIPPED.margin) - question.pins.headroom_bytes,
         host_of_machine=_host(training, placement) + here * away,
-        host_limit=question.cluster.host_room_bytes(here),
+        host_limit=question.cluster.host_room_bytes(num_gpus),
         sampling=sampling,
         times=times_of(question, placement, training, sampling),
         settings={
