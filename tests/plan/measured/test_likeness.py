@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell.plan.comms.collectives import collectives
-from stepwell.plan.measured.likeness import check_ranks, sent_like
+from stepwell.plan.measured.likeness import check_ranks, doubts_of, sent_like
 from stepwell.plan.measured.trace import Message, Piece, Trace
 from stepwell.types import ConfigError
 from tests.plan.measured.test_compare import JOB, LAYOUT
@@ -58,3 +58,11 @@ def test_a_trace_of_another_number_of_ranks_is_refused(found, legal, illegal, sa
     for world in illegal:
         with pytest.raises(ConfigError, match=said):
             check_ranks(found, world)
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.011, 1), (0.009, 0)])
+def test_messages_that_are_not_planned_are_told_unless_they_are_next_to_nothing(share, said):
+    sent = {"data": (2.0**30, 2.0**30), "world": (share * 2**30, 0.0)}
+    found = list(doubts_of(trace(64), sent, JOB))
+    assert len(found) == said
+    assert all("messages of world are in the trace" in doubt for doubt in found)

@@ -118,6 +118,9 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path, packed):
         read_trace(path)
     with pytest.raises(DataError, match="cannot read"):
         read_trace(tmp_path / "missing.json")
+    path.write_text(f'{{"traceEvents": [{"[" * 100_000}')
+    with pytest.raises(DataError, match="no whole trace"):
+        read_trace(path)
     path.write_text("step_s,3\n")
     with pytest.raises(DataError, match="no whole trace"):
         read_trace(path)

@@ -174,7 +174,7 @@ def _without_attention(
     excess_s = sum(measured.parts.get(name, 0.0) - planned[name] for name in names)
     more_s = min(excess_s, sum(expected.get(name, 0.0) - planned[name] for name in names))
     rest = tuple(
-        line._replace(predicted_s=expected[line.name]) if line.name in expected else line
+        line._replace(predicted_s=expected[line.name]) if line.name in names else line
         for line in lines
         if line.name != "attention"
     )

@@ -12,6 +12,7 @@ from stepwell.plan.measured.trace import Trace
 from stepwell.types import ConfigError
 
 UNLIKE_BYTES = 0.2  # by which a trace's bytes and the plan's may differ
+UNPLANNED_BYTES = 0.01  # of all that is planned, below which other messages are not worth a word
 ALIKE_BYTES = 0.05  # within which another layout is taken to be the one that was measured
 
 
@@ -63,8 +64,9 @@ def doubts_of(
     where it has none) and as planned."""
     if other := other_device(trace, job):
         yield other
+    planned = sum(wanted for _, wanted in sent.values())
     for axis, (found, wanted) in sent.items():
-        if not wanted:
+        if not wanted and (found or 0.0) >= UNPLANNED_BYTES * planned:
             size = f" ({found / 2**30:,.2f} GiB a step)" if found else ""
             yield f"messages of {axis} are in the trace{size}, and the plan has none"
         if found is None and "other" not in sent:

@@ -333,7 +333,7 @@ def entries(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with _opened(path) as file:
             yield from _Reader(file).entries()
-    except (ValueError, EOFError, zlib.error) as error:
+    except (ValueError, EOFError, RecursionError, zlib.error) as error:
         raise DataError(
             f"{path} is no whole trace ({error}); was the program that wrote it cut off?"
         ) from error
