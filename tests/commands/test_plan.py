@@ -65,8 +65,9 @@ def test_numbers_with_units():
     assert number("--x", "4e6", BINARY) == 4_000_000
     assert number("--x", "1_000", BINARY) == number("--x", "1,000", BINARY) == 1000
     assert number("--x", "15T", DECIMAL) == 15 * 10**12
-    for text, said in (("8q", "units: k, m, g, b"), ("", "no number"), ("1.0001", "nearest is 1"),
-                       ("0", "nearest is 1"), ("-3", "no number")):  # fmt: skip
+    for text, said in (("8q", "units: k, m, g, b"), ("", "no number"), ("1.0001", "value is 1$"),
+                       ("0", "value is 1$"), ("-3", "positive whole number; the nearest legal value"
+                       " is 1$"), ("1.5", "values are 1 and 2$"), ("1.7", "2$")):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             number("--x", text, BINARY)
     assert measured("mfu=35%") == {"mfu": 0.35}

@@ -70,9 +70,9 @@ def test_a_machine_of_another_size_has_links_among_all_of_it(tmp_path):
     [
         (
             "scaleup_gpus = 3",
-            "scaleup_gpus=3 must divide gpus_per_node=8.*nearest legal value is 2",
+            "scaleup_gpus=3 must divide gpus_per_node=8.*nearest legal values are 2 and 4",
         ),
-        ("scaleup_gpus = 12", "nearest legal value is 8"),
+        ("scaleup_gpus = 12", "nearest legal values are 8 and 16"),
         ("network_gbit_per_s = 0", "network_gbit_per_s"),
         ("netwrk_gbit_per_s = 100", "network_gbit_per_s"),
         ("gpus_per_node = 0", "gpus_per_node"),

@@ -184,7 +184,14 @@ def test_dimensions_alone_have_llamas_proportions():
     small = find_model(None, {"model.num_layers": "2", "model.d_model": "96"}).dims
     assert (small.num_heads, small.head_dim) == (3, 32)
     experts = {**given, "model.num_experts": "4"}
-    assert find_model(None, experts).assumed == subject.assumed
+    more = ("1 expert for a token (--model.top_k)", "experts of 999, the MLP's width "
+            "(--model.expert_d_ff)")  # fmt: skip
+    assert find_model(None, experts).assumed == subject.assumed + more
+    assert find_model("llama3-8b", {"model.num_experts": "4", "model.top_k": "2"}).assumed == (
+        "experts of 14,336, the MLP's width (--model.expert_d_ff)",
+    )
+    all_given = {**experts, "model.top_k": "2", "model.expert_d_ff": "99"}
+    assert find_model(None, all_given).assumed == subject.assumed
 
 
 @pytest.mark.parametrize(
@@ -202,6 +209,7 @@ def test_dimensions_alone_have_llamas_proportions():
         (None, {"model.num_layers": "3"}, "--model.d_model must be given"),
         (None, {"model.num_experts": "3"}, "num_layers and --model.d_model must be given"),
         (None, {"model.num_layers": "3", "model.d_model": "127"}, "must be even.*nearest is 128"),
+        (None, {"model.num_layers": "3", "model.d_model": "1000"}, "multiple of 64 is 1024"),
         (None, {"model.num_layers": "3", "model.d_model": "x"}, "d_model 'x' must be a whole"),
     ],
 )
@@ -219,8 +227,34 @@ def test_broken_files_and_unknown_kinds(tmp_path):
         find_model(str(tmp_path))
     with pytest.raises(ConfigError, match="'mamba' cannot be planned"):
         dims_from_hf({"model_type": "mamba"}, "m", "x")
+    with pytest.raises(ConfigError, match="x lacks model_type"):
+        dims_from_hf({"hidden_size": 64}, "m", "x")
     with pytest.raises(ConfigError, match="lacks num_hidden_layers"):
         dims_from_hf({k: v for k, v in MIXTRAL.items() if k != "num_hidden_layers"}, "m", "x")
+
+
+def test_biases_of_a_config_json_are_counted():
+    """GPT-2's 124,439,808 parameters, but for the last norm's bias; Qwen1.5-MoE's as its release
+    has them (q, k, v); Llama's by what the file asks for."""
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    assert dims_from_hf(gpt2 | {"vocab_size": 50257}, "x", "x").parameters() == 124_439_808 - 768
+    values = config_to_hf(preset("llama3-8b"))
+    of_attention, of_mlp = 2 * 4096 + 2 * 1024, 2 * 14336 + 4096
+    for more, biases in (
+        ({}, 0),
+        ({"attention_bias": True}, of_attention),
+        ({"mlp_bias": True}, of_mlp),
+        ({"attention_bias": True, "mlp_bias": True}, of_attention + of_mlp),
+    ):
+        dims = dims_from_hf(values | more, "x", "x")
+        assert dims.parameters() == 8_030_261_248 + 32 * biases
+    moe = QWEN | {"model_type": "qwen2_moe"}
+    assert dims_from_hf(moe, "x", "x").biases == 128 * (32 + 8)
+    assert dims_from_hf(QWEN, "x", "x").biases == 2 * 128
+    neox = values | {"model_type": "starcoder2"}
+    with_biases = 2 * 4096 + 2 * 1024 + 14336 + 4096 + 2 * 4096
+    assert dims_from_hf(neox, "x", "x").biases == with_biases
+    assert dims_from_hf(neox | {"use_bias": False}, "x", "x").biases == 2 * 4096
 
 
 def test_dims_of_a_preset_name_themselves():

@@ -3,7 +3,7 @@
 import pytest
 
 from stepwell.hardware import GIB
-from stepwell.plan.units import count_of, in_gib, seconds_text, size_text, tokens_text
+from stepwell.plan.units import count_of, in_gib, nearest_of, seconds_text, size_text, tokens_text
 
 MIB = 2**20
 
@@ -45,3 +45,8 @@ def test_tokens(num_tokens, text):
 
 def test_one_row_is_no_rows():
     assert [count_of(n, "row") for n in (1, 2, 2048)] == ["1 row", "2 rows", "2,048 rows"]
+
+
+def test_two_that_are_as_near_are_both_named():
+    assert nearest_of(3, [1, 2, 4, 8]) == "the nearest legal values are 2 and 4"
+    assert nearest_of(5, [1, 2, 4, 8, 4]) == "the nearest legal value is 4"

@@ -15,6 +15,7 @@ from stepwell.hardware import GIB
 from stepwell.plan.dims import EXPERT_KEYS, PLANNED
 from stepwell.plan.measured.gap import MEASURES
 from stepwell.plan.search.space import Pins
+from stepwell.plan.units import nearest_of
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError, nearest
 
@@ -270,15 +271,14 @@ def converted(option: Option, value: str) -> Any:
 
 def number(name: str, text: str, units: dict[str, int]) -> int:
     """`8192`, `8k`, `1.5M`, `16e6`: a positive whole number. Raises ConfigError."""
-    found = re.fullmatch(r"([\d_,]*\.?\d+(?:e\d+)?)([a-z]?)", text.strip().lower())
+    found = re.fullmatch(r"(-?[\d_,]*\.?\d+(?:e\d+)?)([a-z]?)", text.strip().lower())
     if found is None or found[2] not in units:
         legal = ", ".join(unit for unit in units if unit)
         raise ConfigError(f"{name} {text!r} is no number such as 8192 or 8k (units: {legal})")
     value = float(found[1].replace("_", "").replace(",", "")) * units[found[2]]
     if value < 1 or value != round(value):
-        raise ConfigError(
-            f"{name} {text} must be a positive whole number; the nearest is {max(1, round(value))}"
-        )
+        near = nearest_of(value, (max(1, math.floor(value)), max(1, math.ceil(value))))
+        raise ConfigError(f"{name} {text} must be a positive whole number; {near}")
     return round(value)
 
 

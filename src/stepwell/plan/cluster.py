@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from stepwell.hardware import GIB, Accelerator, accelerator
+from stepwell.plan.units import nearest_of
 from stepwell.schema import Above0, Positive, Section, explain, read_toml
 from stepwell.types import ConfigError
 
@@ -191,8 +192,7 @@ def _check_domain(made: Cluster, where: str) -> None:
     if domain % per_node and per_node % domain:
         legal = [n for n in range(1, per_node) if per_node % n == 0]
         legal += [per_node * n for n in (domain // per_node, domain // per_node + 1) if n]
-        near = min(legal, key=lambda n: abs(n - domain))
         raise ConfigError(
             f"{where}: scaleup_gpus={domain} must divide gpus_per_node={per_node}, or be a "
-            f"multiple of it (a domain of several machines); the nearest legal value is {near}"
+            f"multiple of it (a domain of several machines); {nearest_of(domain, legal)}"
         )

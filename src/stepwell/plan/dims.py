@@ -103,6 +103,7 @@ EXPERT_KEYS = {
 }
 # Keys of a config.json that may be 0: without experts, without what is given.
 _MAY_BE_NONE = ("num_experts", "num_local_experts", "shared_expert_intermediate_size")
+NARROW = 256  # a width of toys, whose heads may be of any size
 NEEDED = ("model.num_layers", "model.d_model")  # without a name
 # Of Hugging Face's kinds of model: those whose MLP is gated, and what the others' is.
 _GATED = [
@@ -117,6 +118,9 @@ _PLAIN: dict[str, Mlp] = {
     "phi": "gelu",
     "nemotron": "squared_relu",
 }
+# Those with biases of all matrices and norms, and the key that says otherwise of matrices.
+_BIASED = {"gpt2": "", "opt": "enable_bias", "gpt_neox": "", "starcoder2": "use_bias", "phi": ""}
+_NORMS_OF_HEADS = ("qwen3", "qwen3_moe")
 # Those whose attention may have a window.
 _WINDOWED = ("mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "phi3")
 _WINDOWED += ("starcoder2",)
@@ -135,12 +139,14 @@ _ALIASES = {
 @dataclass(frozen=True)
 class Subject:
     """config: the engine's, or None; then `missing` says what the engine lacks. assumed: dimensions
-    that nobody gave, and how they follow from those that were."""
+    that nobody gave, and how they follow from those that were. released: it is one that weights
+    exist of, as far as is known."""
 
     dims: Dims
     config: ModelConfig | None
     missing: str = ""
     assumed: tuple[str, ...] = ()
+    released: bool = True
 
     @property
     def name(self) -> str:
@@ -179,7 +185,7 @@ def _derived_subject(dimensions: Mapping[str, Any]) -> Subject:
     given = {key: str(value) for key, value in dimensions.items()}
     more, said = derived(wide, given)
     config = Run.parse({"model": {}}, {**more, **given}, where="the command line").model
-    return Subject(dims_of(config, "model"), config, assumed=said)
+    return Subject(dims_of(config, "model"), config, assumed=said, released=False)
 
 
 def derived(d_model: int, given: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -194,9 +200,12 @@ def derived(d_model: int, given: Mapping[str, str]) -> tuple[dict[str, Any], tup
             found[f"model.{key}"] = value
             said.append(f"{why} (--model.{key})")
 
-    size = _count("--model.head_dim", given.get("model.head_dim", _head_dim(d_model)))
-    heads = _count("--model.num_heads", given.get("model.num_heads", max(1, d_model // size)))
-    size = d_model // heads if "model.num_heads" in given else size
+    if "model.num_heads" in given:
+        heads = _count("--model.num_heads", given["model.num_heads"])
+        size = d_model // heads
+    else:
+        size = _count("--model.head_dim", given.get("model.head_dim") or _head_dim(d_model))
+        heads = max(1, d_model // size)
     width = 256 * ceil(8 * d_model / 3 / 256)
     assume("num_heads", heads, f"{heads} heads")
     assume("head_dim", size, f"heads of {size}")
@@ -208,10 +217,16 @@ def derived(d_model: int, given: Mapping[str, str]) -> tuple[dict[str, Any], tup
 
 
 def _head_dim(d_model: int) -> int:
-    """128, or the largest power of two that divides the width."""
+    """128, or the largest power of two that divides the width; of narrow ones below 32, too."""
     for size in (128, 64, 32, 16, 8, 4, 2):
-        if d_model % size == 0:
+        if d_model % size == 0 and (size >= 32 or d_model < NARROW):
             return size
+    if d_model >= NARROW:
+        near = 64 * round(d_model / 64)
+        raise ConfigError(
+            f"--model.d_model {d_model} is no multiple of 32, and heads of less are none that anybody "
+            f"trains; the nearest multiple of 64 is {near} (or give --model.num_heads)"
+        )
     raise ConfigError(
         f"--model.d_model {d_model} must be even (rotations turn pairs); the nearest is "
         f"{d_model + 1}"
@@ -254,7 +269,11 @@ def with_experts(subject: Subject, given: Mapping[str, Any]) -> Subject:
             f"--model.{next(iter(given))} belongs to a mixture of experts; give --model.num_experts"
         )
     before = subject.dims.experts or Experts(1, 1, subject.dims.d_ff)
-    experts = replace(before, **values)
+    experts, said = replace(before, **values), list(subject.assumed)
+    if subject.dims.experts is None and "top_k" not in values:
+        said.append("1 expert for a token (--model.top_k)")
+    if subject.dims.experts is None and "d_ff" not in values:
+        said.append(f"experts of {experts.d_ff:,}, the MLP's width (--model.expert_d_ff)")
     if not 1 <= experts.top_k <= experts.num_experts:
         near = min(max(experts.top_k, 1), experts.num_experts)
         raise ConfigError(
@@ -267,7 +286,7 @@ def with_experts(subject: Subject, given: Mapping[str, Any]) -> Subject:
             f"nearest legal value is {subject.dims.num_layers - 1}"
         )
     dims = replace(subject.dims, experts=experts)
-    return Subject(dims, None, missing_of(dims), subject.assumed)
+    return Subject(dims, None, missing_of(dims), tuple(said))
 
 
 def _dims_changed(subject: Subject, dimensions: Mapping[str, Any]) -> Subject:
@@ -331,7 +350,9 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
     Raises ConfigError for a kind whose layers are of another form, for keys that are missing, and
     for values that are no sizes.
     """
-    kind = str(values.get("model_type"))
+    if values.get("model_type") is None:
+        raise ConfigError(f"{where} lacks model_type, which says of what form its layers are")
+    kind = str(values["model_type"])
     if kind not in _GATED and kind not in _PLAIN:
         raise ConfigError(
             f"{where}: models of type {kind!r} cannot be planned{nearest(kind, [*_GATED, *_PLAIN])}"
@@ -367,12 +388,30 @@ def dims_from_hf(values: Mapping[str, Any], name: str, where: str) -> Dims:
         mlp=_PLAIN.get(kind, "swiglu"),
         tied=bool(full.get("tie_word_embeddings", bare)),
         learned_positions=full.get("n_positions", 0) if bare else 0,
-        biases=2 * full.get("head_dim", 128) if kind == "qwen3_moe" else 0,
-        qk_norm=kind == "qwen3_moe",
+        biases=_biases(full, kind),
+        qk_norm=kind in _NORMS_OF_HEADS,
         experts=_experts(full, where),
         window=window,
         num_window_layers=in_layers,
     )
+
+
+def _biases(full: Mapping[str, Any], kind: str) -> int:
+    """Parameters of a layer beside its matrices and norms' weights: biases of projections, as the
+    kind always has them or the file says, of layer norms, and norms of heads."""
+    width, heads = full["hidden_size"], full["num_attention_heads"]
+    head_dim = full.get("head_dim") or width // heads
+    d_ff = full.get("intermediate_size") or 4 * width
+    inputs = head_dim * (heads + 2 * (full.get("num_key_value_heads") or heads))
+    number = 2 * (full.get("head_dim") or 128) if kind in _NORMS_OF_HEADS else 0
+    everywhere = kind in _BIASED and full.get(_BIASED[kind], True)
+    if everywhere or full.get("attention_bias"):
+        number += inputs + width
+    elif kind in ("qwen2", "qwen2_moe") and full.get("qkv_bias", True):
+        number += inputs
+    if everywhere or full.get("mlp_bias"):
+        number += d_ff * (1 if kind in _PLAIN else 2) + width
+    return number + (2 * width if kind in _BIASED else 0)
 
 
 def _window(full: Mapping[str, Any], kind: str, where: str) -> tuple[int | None, int | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from stepwell.hardware import GIB
 
 MIB, KIB = 2**20, 2**10
@@ -43,3 +45,13 @@ def tokens_text(num_tokens: int) -> str:
         if rounded >= 1 and abs(rounded * unit - num_tokens) <= num_tokens / 1000:
             return f"{rounded:g}{name}"
     return f"{num_tokens:,}"
+
+
+def nearest_of(wanted: float, legal: Iterable[int]) -> str:
+    """`the nearest legal value is 4`; both, where two are as near."""
+    values = sorted(set(legal))
+    least = min(abs(value - wanted) for value in values)
+    near = [f"{value}" for value in values if abs(value - wanted) == least]
+    if len(near) == 1:
+        return f"the nearest legal value is {near[0]}"
+    return f"the nearest legal values are {' and '.join(near)}"
