@@ -271,9 +271,7 @@ def _longer(subject: Subject, seq_len: int) -> str:
         return ""
     most = subject.config.max_seq_len
     if not subject.released:
-        return (
-            f"positions up to {seq_len:,}, beyond the {most:,} that are usual (model.max_seq_len)"
-        )
+        return f"positions up to {seq_len:,}, beyond the usual {most:,} (model.max_seq_len)"
     return (
         f"positions up to {seq_len:,}, though {subject.name} was made for {most:,} "
         "(model.max_seq_len): training from scratch learns them; weights that were trained before "

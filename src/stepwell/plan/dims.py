@@ -224,8 +224,8 @@ def _head_dim(d_model: int) -> int:
     if d_model >= NARROW:
         near = 64 * round(d_model / 64)
         raise ConfigError(
-            f"--model.d_model {d_model} is no multiple of 32, and heads of less are none that anybody "
-            f"trains; the nearest multiple of 64 is {near} (or give --model.num_heads)"
+            f"--model.d_model {d_model} must be a multiple of 32, the least width of heads; "
+            f"the nearest multiple of 64 is {near} (or give --model.num_heads)"
         )
     raise ConfigError(
         f"--model.d_model {d_model} must be even (rotations turn pairs); the nearest is "
