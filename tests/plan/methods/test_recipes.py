@@ -12,6 +12,7 @@ from stepwell.plan.cluster import cluster
 from stepwell.plan.job import dims_of, job_of
 from stepwell.plan.methods.evaluated import evaluate
 from stepwell.plan.methods.methods import KEYS, MethodPlan, check_work, plan_method
+from stepwell.plan.methods.page import render
 from stepwell.plan.methods.placements import METHODS, asked_of
 from stepwell.plan.methods.recipes import (
     as_configured,
@@ -150,7 +151,9 @@ def test_what_is_sampled_more_than_once_is_said():
         alone = own_sampler(dims_of(PRESETS[SMALL], SMALL), work, H100, 8 // tp)
         assert one.times["decoding"] == alone.decode_s
         told = "\n".join(found.lines())
-        assert ("each answer is sampled 4 times" in told) == (tp > 1)
+        for text in (told, render(found)):
+            assert ("each answer is sampled 4 times" in text) == (tp > 1)
         run = Run.parse(recipe(found, PRESETS[SMALL], "x"))
         configured = as_configured(run, 8, H100)
+        assert configured is not None
         assert configured.sampled_alike == found.as_json()["asked"]["sampled_alike"] == tp

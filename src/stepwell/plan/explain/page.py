@@ -19,6 +19,7 @@ from stepwell.plan.explain.words import change_text, count_text
 from stepwell.plan.measured.gap import Gap
 from stepwell.plan.measured.shown import cause_rows, easing, head, line_rows, link_rows
 from stepwell.plan.methods.evaluated import Evaluated
+from stepwell.plan.methods.text import alike_text
 from stepwell.plan.search.candidates import Candidate
 from stepwell.plan.search.runs import short
 from stepwell.plan.search.space import REASONS, Task
@@ -121,7 +122,7 @@ def _verdict(fits: bool) -> str:
 def _moments(found: Evaluated) -> Rows:
     rows = [(name, size_text(held), size_text(found.limit)) for name, held in found.phases.items()]
     times = ", ".join(f"{name} {seconds_text(s)}" for name, s in found.times.items())
-    note = f"A whole step: {times}."
+    note = " ".join([f"A whole step: {times}.", *(f"{said}." for said in alike_text(found))])
     columns = ("while", "a GPU holds", "of")
     return Rows("moments", "All models of the method", columns, rows, columns[1:], note)
 

@@ -15,6 +15,7 @@ from stepwell.plan.methods.evaluated import Evaluated
 from stepwell.plan.methods.methods import MethodPlan
 from stepwell.plan.methods.text import (
     NAMES,
+    alike_text,
     settings_text,
     verdict,
     workload_text,
@@ -103,6 +104,8 @@ def _reasons(plan: MethodPlan, one: Evaluated) -> Iterator[dict[str, Any]]:
         yield _reason("Drawn here:", "the nearest that fits", "; ".join(one.changes), ())
     if one.why_tp:
         yield _reason("Tensor ranks:", str(one.job.layout.tp), one.why_tp, ())
+    for said in alike_text(one):
+        yield _reason("Sampled more than once?", f"{one.sampled_alike} times", said, ())
 
 
 def _reason(question: str, value: str, lead: str, told: Any) -> dict[str, Any]:

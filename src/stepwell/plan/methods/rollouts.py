@@ -103,7 +103,8 @@ def own_sampler(
 ) -> Sampling:
     """The engine's: each GPU has a whole copy of the weights, a slot for each answer at once with
     room for the longest, and beside the slots the prompt that was read last and the one before.
-    shares: among how many ranks the prompts are divided."""
+    shares: among how many data ranks the prompts are divided, whose other ranks (tensor, context,
+    pipeline) sample the same."""
     prompts = ceil(work.prompts / shares)
     answers = prompts * work.group_size
     slots = min(work.slots, answers)

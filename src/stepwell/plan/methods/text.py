@@ -177,7 +177,7 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
             f"sampling: {size_text(s.weights)} of weights and {size_text(s.cache)} of keys and "
             f"values on a GPU, {s.slots} answers at once"
         )
-        found += _alike(one)
+        found += alike_text(one)
     if one.host_of_machine:
         held = in_gib(one.host_of_machine)
         found.append(f"host memory of a machine: {held} of {one.host_text}")
@@ -189,7 +189,7 @@ def _of(one: Evaluated, with_settings: bool = False) -> list[str]:
     return found
 
 
-def _alike(one: Evaluated) -> list[str]:
+def alike_text(one: Evaluated) -> list[str]:
     """What is sampled more than once, if so."""
     if one.sampled_alike == 1:
         return []
