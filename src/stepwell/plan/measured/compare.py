@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from stepwell.config import Run
 from stepwell.plan.comms.collectives import collectives
 from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.job import Job
@@ -72,9 +73,16 @@ class Comparison:
     of_device: bool
 
 
-def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = True) -> Comparison:
-    """deep: also the knobs one after the other. config: the engine's model, if it has it. Raises
-    ConfigError for a trace of another number of ranks."""
+def compare(
+    trace: Trace,
+    job: Job,
+    config: ModelConfig | None,
+    deep: bool = True,
+    run: Run | None = None,
+) -> Comparison:
+    """deep: also the knobs one after the other. config: the engine's model, if it has it. run: the
+    recipe that is planned, whose other keys have a say in what a knob may do. Raises ConfigError
+    for a trace of another number of ranks."""
     check_ranks(trace, job.layout.num_gpus)
     measured = parts_of(trace, job.layout)
     step = predict_step(job)
@@ -87,8 +95,9 @@ def compare(trace: Trace, job: Job, config: ModelConfig | None, deep: bool = Tru
         return plain
     prices = fitted.prices(Prices(job.dims, job.cluster, config))
     task, layout = task_of(job), job.layout
-    found = tuple(knobs(prices, task, layout, config, fitted.beside_s))
-    more = tuple(together(prices, task, layout, config, fitted.beside_s)) if deep else ()
+    asked = (prices, task, layout, config, fitted.beside_s, run)
+    found = tuple(knobs(*asked))
+    more = tuple(together(*asked)) if deep else ()
     causes = tuple(_causes(lines, links, measured, job, fitted, found))
     return replace(plain, causes=causes, knobs=found, together=more, of_device=True)
 

@@ -39,7 +39,7 @@ def measured_at(
         trace = read_trace(path)
         like = job if run is not None else _like(trace, job)
         told = "" if like is job else f"; compared with {short(like.layout)}, which sends as much"
-        return _of_trace(path, trace, like, config, deep, told)
+        return _of_trace(path, trace, like, config, run, deep, told)
     if run is None:
         raise ConfigError(
             f"--measured {path}: a run's folder is of a recipe; plan that one: stepwell plan "
@@ -63,7 +63,7 @@ def measured_at(
     if (path / METRICS_FILE).is_file():  # a folder may have been copied without it
         seconds, num_steps = step_seconds(path)
         beside = f"; the median of {num_steps:,} steps in {METRICS_FILE} is {seconds:.4g} s"
-    return _of_trace(trace, read_trace(trace), job, config, deep, beside)
+    return _of_trace(trace, read_trace(trace), job, config, run, deep, beside)
 
 
 def _like(trace: Trace, job: Job) -> Job:
@@ -76,10 +76,11 @@ def _of_trace(
     trace: Trace,
     job: Job,
     config: ModelConfig | None,
+    run: Run | None,
     deep: bool,
-    beside: str = "",
+    beside: str,
 ) -> Gap:
-    found = compare(trace, job, config, deep)
+    found = compare(trace, job, config, deep, run)
     measured = found.measured
     step = predict_step(job)
     check_possible(measured.step_s, str(path), job, step)
