@@ -110,3 +110,14 @@ def test_a_trace_of_a_smaller_model_cannot_be(tmp_path):
     path = traces.write(tmp_path / "t.json", traces.planned(small))
     with pytest.raises(ConfigError, match=r"t.json cannot be: .*MFU of"):
         measured_at(path, JOB, RUN.model)
+
+
+def test_knobs_of_a_trace_heed_the_recipes_other_keys(tmp_path):
+    keys = {"lora.rank": 8, "lora.quantize": "nf4", "method.kind": "sft"}
+    run = Run.parse(RUN.model_dump(exclude_none=True), keys)
+    job = job_of(run, 64, cluster("h100-sxm"))
+    path = traces.write(tmp_path / "t.json", traces.planned(job, slower={"products": 1.5}))
+    found = measured_at(path, job, run.model, run, deep=False).comparison
+    assert found is not None
+    refused = {knob.name: knob.refused for knob in found.knobs}
+    assert "lora.quantize='nf4'" in refused["products in 8 bits"]
