@@ -148,6 +148,12 @@ CASES = {
         ["'node'", "zero=2"],
         [{"layout.reshard_after_forward": "always"}, {"layout.zero": 3}],
     ),
+    "node with tensor ranks": (
+        8,
+        {"layout.tp": 2, "layout.reshard_after_forward": "node"},
+        ["'node'", "layout.tp=2"],
+        [{"layout.reshard_after_forward": "always"}, {"layout.tp": 1}],
+    ),
     "fewer micro-batches than stages": (
         4,
         {"layout.pp": 4, "model.num_layers": 4, "train.micro_batch_rows": 8},

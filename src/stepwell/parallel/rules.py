@@ -251,6 +251,18 @@ def _zero(run: Run, sizes: AxisSizes) -> list[Complaint]:
     return found
 
 
+def _node(run: Run, sizes: AxisSizes) -> list[Complaint]:
+    divided = sizes.dp_shard * sizes.cp > 1
+    if run.layout.reshard_after_forward != "node" or sizes.tp == 1 or not divided:
+        return []
+    said = (
+        "layout.reshard_after_forward='node' divides weights anew among the ranks of a node, which "
+        f"FSDP2 cannot do with what layout.tp={sizes.tp} ranks divide"
+    )
+    ways = only(layout__reshard_after_forward="always"), only(layout__tp=1)
+    return [Complaint(said, ways)]
+
+
 def step_units(run: Run) -> tuple[str, int, str] | None:
     """The key that says how many units of a step the ranks share, their number, and what one is
     called. None for methods that sample: a rank may be without a prompt."""
@@ -310,6 +322,11 @@ RULES: tuple[Rule, ...] = (
         lever_rules.release,
     ),
     Rule("zero", "A stage says when gradients are reduced and weights resharded.", _zero),
+    Rule(
+        "weights within a node",
+        "FSDP2 reshards to fewer ranks only what tensor ranks do not divide.",
+        _node,
+    ),
     Rule("fp8 shapes", "The 8-bit product reads 16 bytes at a time.", fp8_layers.odd_shapes),
     Rule("fp8 settings", "What is set for fp8 has an effect.", fp8_layers.idle_settings),
     Rule("fp8 and fp16", "8 bits work beside bfloat16.", fp8_layers.mixed_with_fp16),

@@ -19,13 +19,14 @@ from stepwell.config import Run
 from stepwell.parallel.mesh import init_distributed
 from stepwell.plan.cluster import cluster
 from stepwell.plan.comms.collectives import collectives
-from stepwell.plan.dryrun import dryrun
+from stepwell.plan.dryrun import dryrun, scaled
 from stepwell.plan.dryrun.dryrun import count_step, dry_run, full_rows, stand_in
 from stepwell.plan.dryrun.fakes import fake_device, fake_ranks
 from stepwell.plan.dryrun.scaled import (
     dry_run_of_few_blocks,
     dry_run_scaled,
     few_layers,
+    few_micro_batches,
     row_bytes,
     scaled_calls,
     with_layers,
@@ -34,7 +35,9 @@ from stepwell.plan.job import job_of
 from stepwell.plan.memory.host import host_memory
 from stepwell.plan.memory.ledger import predict_memory, predict_rank
 from stepwell.plan.memory.models import predict_models
+from stepwell.plan.pipeline.actions import times_back
 from stepwell.presets import preset
+from stepwell.sections.layout import LayoutConfig
 from stepwell.types import ConfigError, TrainingError
 from tests.layouts import LAYOUTS, SHORT, by_ranks
 from tests.parallel.ranks import run_ranks
@@ -351,6 +354,11 @@ def test_a_long_step_is_counted_from_two_short_ones(text, m):
         ("zero=1 tp=2", 7),
         ("zero=3 reshard=never", 6),
         ("pp=4 zero=1 tp=2", 9),
+        ("pp=4 tp=2", 9),
+        ("pp=3 reshard=node", 7),
+        ("pp=3 schedule=gpipe", 7),
+        ("pp=5 schedule=interleaved-1f1b stages=2 zero=1", 24),
+        ("pp=2 schedule=interleaved-1f1b stages=2 zero=1", 10),
         ("pp=2 zero=1", 5),
         ("pp=2 schedule=gpipe", 8),
         ("pp=2 schedule=interleaved-1f1b stages=2", 10),
@@ -360,6 +368,51 @@ def test_a_long_step_is_counted_from_two_short_ones(text, m):
 )
 def test_a_long_step_of_every_schedule_is_counted_from_two_short_ones(text, m):
     assert_scaled_like_the_whole(text, m, layers=6)
+
+
+GATHERED_AGAIN = [
+    ("1f1b", 1, p, m) for p, m in ((2, 9), (4, 64), (7, 30))
+] + [
+    ("gpipe", 1, 4, 9),
+    ("interleaved-1f1b", 2, 4, 64),
+    ("interleaved-1f1b", 3, 5, 24),  # rounds of 6
+    ("zbv", 2, 4, 20),
+    ("dualpipev", 2, 4, 20),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "v", "p", "m"), GATHERED_AGAIN)
+def test_what_is_gathered_again_grows_evenly_from_few(schedule, v, p, m):
+    layout = LayoutConfig(pp=p, pp_schedule=schedule, pp_stages_per_rank=v)
+    few, more = few_micro_batches(layout, m)
+    for rank in range(p):
+        a, b, wanted = (times_back(schedule, p, n, v, rank) for n in (few, more, m))
+        grown = [y + (y - x) * (m - more) / (more - few) for x, y in zip(a, b, strict=True)]
+        assert grown == list(wanted)
+
+
+def test_fewer_than_fill_the_pipeline_do_where_weights_stay():
+    assert few_micro_batches(LayoutConfig(pp=4), 64) == (4, 5)
+    for kept in ({"zero": 1}, {"reshard_after_forward": "never"}):
+        assert few_micro_batches(LayoutConfig(pp=4, **kept), 64) == (2, 5)
+
+
+@pytest.mark.slow
+def test_a_step_that_does_not_grow_evenly_is_run_whole(monkeypatch):
+    """From 3 and 4 micro-batches the calls are those of all 5; from 2 and 4 none are found."""
+    heard: list[str] = []
+    run = run_of("pp=3 data.seq_len=64 model.vocab_size=256", layers=3, world=6, rows=10)
+    scaled_from_few = dry_run_scaled(run, 6, tell=heard.append)
+    assert [line.split(" on ")[0] for line in heard] == [
+        "dry run: 3 of 5 micro-batches",
+        "dry run: 4 of 5 micro-batches",
+    ]
+    monkeypatch.setattr(scaled, "few_micro_batches", lambda *_: (2, 4))
+    whole = dry_run_scaled(run, 6, tell=heard.append)
+    assert "do not grow evenly to 5; all micro-batches are run" in heard[-2]
+    assert heard[-1].startswith("dry run: 5 of 5 micro-batches")
+    for found, real in zip(scaled_from_few.ranks, whole.ranks, strict=True):
+        assert sorted(found.issued) == sorted(real.issued)
 
 
 def test_calls_that_do_not_grow_evenly_are_refused():

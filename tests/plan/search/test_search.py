@@ -15,7 +15,7 @@ from stepwell.plan.job import Arrangement, job_of
 from stepwell.plan.search.candidates import complexity, mesh_of, nothing_fits, pareto
 from stepwell.plan.search.checks import check_task
 from stepwell.plan.search.fewest import fewest_gpus, leanest_of
-from stepwell.plan.search.prices import OF_DATA_RANKS, Prices
+from stepwell.plan.search.prices import OF_DATA_RANKS, Prices, checked_run
 from stepwell.plan.search.runs import (
     offloaded,
     run_of,
@@ -269,6 +269,12 @@ def test_resharding_is_of_stage_3():
         assert found
         assert {(c.layout.zero, c.layout.reshard) for c in found} == {(3, reshard)}
         assert reshard == "never" or all(c.layout.pp == 1 for c in found)
+        if reshard == "node":
+            within = found[0].layout
+            assert within.tp == 1
+            checked_run(EIGHT.config, within)
+            with pytest.raises(ConfigError, match="FSDP2 cannot do with what layout.tp=2 ranks"):
+                checked_run(EIGHT.config, within.having(tp=2, dp_shard=within.dp_shard // 2))
     one = search(EIGHT.dims, cluster("b300"), 1, 4096, 4096, Pins(reshard="always"), EIGHT.config)
     assert one.best.layout.zero == 3
 

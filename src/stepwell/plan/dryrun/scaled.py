@@ -48,41 +48,55 @@ def dry_run_scaled(
     gpus_per_node: int = 8,
     tell: Callable[[str], None] = lambda line: None,
 ) -> DryRun:
-    """`dry_run` of the whole step, of which only `few_micro_batches` are run where it has more.
-    tell: hears a line before each rank's step.
+    """`dry_run` of the whole step, of which only `few_micro_batches` are run where it has more and
+    what it counts grows evenly. tell: hears a line before each step.
 
-    Raises as `dry_run`, and ArithmeticError where the calls do not grow evenly.
+    Raises as `dry_run`.
     """
     axes = axis_sizes(run.layout, world)
     wanted = -(-rows_of_rank(run, axes) // run.train.micro_batch_rows)
     m = next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
-    few, more = few_micro_batches(run.layout)
+    few, more = few_micro_batches(run.layout, m)
     if m <= more:
         return _told(run, world, gpus_per_node, m, m, tell)
     first = _told(run, world, gpus_per_node, few, m, tell)
     second = _told(run, world, gpus_per_node, more, m, tell)
-    pairs = zip(first.ranks, second.ranks, strict=True)
-    found = [scaled_calls(a, b, few, more, m) for a, b in pairs]
-    if axes.pp > 1 and run.layout.pp_schedule == "gpipe":
-        pairs = zip(first.ranks, found, strict=True)
-        return DryRun(world, m, [scaled_bytes(a, b, few, more, m) for a, b in pairs])
-    rows = (m - more) * row_bytes(run)
-    return DryRun(world, m, [with_more_held(one, rows) for one in found])
+    try:
+        return DryRun(world, m, _of_all_micro_batches(run, first, second, m))
+    except ArithmeticError as error:
+        tell(f"dry run: {error}; all micro-batches are run, which may take long")
+        return _told(run, world, gpus_per_node, m, m, tell)
 
 
-def few_micro_batches(layout: LayoutConfig) -> tuple[int, int]:
-    """Two numbers of micro-batches. The larger one fills the pipeline, so that its peak is every
-    larger number's; the smaller one may be less than the schedule allows to a real run."""
+def few_micro_batches(layout: LayoutConfig, m: int) -> tuple[int, int]:
+    """Two numbers of micro-batches, from which those of m are found. The larger one fills the
+    pipeline, so that its peak is every larger number's; the smaller one may be less than the
+    schedule allows to a real run. Where weights are given back and gathered again between passes
+    (ZeRO-3), a rank's first forward passes share a gather: both numbers have all of these.
+    """
     p = layout.pp
     if p == 1:
         return 2, 3
     if layout.pp_schedule == "1f1b":
-        return 2, p + 1
+        gives_back = layout.zero == 3 and layout.reshard_after_forward != "never"
+        return (p if gives_back else 2), p + 1
     if layout.pp_schedule == "gpipe":
         return 3, 4
     if layout.pp_schedule == "interleaved-1f1b":
-        return 2 * p, 3 * p
+        per_round = m // max(1, m // p)  # as in m: rounds may be longer than p
+        return 2 * per_round, 3 * per_round
     return 2 * p + 1, 2 * p + 2
+
+
+def _of_all_micro_batches(run: Run, first: DryRun, second: DryRun, m: int) -> list[Counted]:
+    few, more = first.num_micro_batches, second.num_micro_batches
+    pairs = zip(first.ranks, second.ranks, strict=True)
+    found = [scaled_calls(a, b, few, more, m) for a, b in pairs]
+    if run.layout.pp > 1 and run.layout.pp_schedule == "gpipe":
+        pairs = zip(first.ranks, found, strict=True)
+        return [scaled_bytes(a, b, few, more, m) for a, b in pairs]
+    rows = (m - more) * row_bytes(run)
+    return [with_more_held(one, rows) for one in found]
 
 
 def scaled_calls(few: Counted, more: Counted, m_few: int, m_more: int, m: int) -> Counted:
