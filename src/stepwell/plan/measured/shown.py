@@ -100,6 +100,9 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             for cause in comparison.causes
         ],
         "rates": rates.as_dict(),
+        "memory_factor": comparison.fitted.memory,
+        "slowed_by_messages": measured.slowed,
+        "optimizer_idle_s": measured.optimizer_idle_s,
         "beside_s": comparison.fitted.beside_s,
         "doubts": list(comparison.doubts),
         "of_device": comparison.of_device,
