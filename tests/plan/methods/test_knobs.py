@@ -29,16 +29,22 @@ def run_of(name):
     return Run.parse(model, {**shared, "train.micro_batch_rows": 1, **RECIPES[name]})
 
 
+def priced(run):
+    found = as_configured(run, 8, H100)
+    assert found is not None
+    return found
+
+
 def turned(run, knob):
     other = Run.parse(run.model_dump(exclude_none=True), overrides_of(knob.setting))
     check_run(other, 8)
-    return other, as_configured(other, 8, H100)
+    return other, priced(other)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_knob_costs_what_the_recipe_with_it_costs(name):
     run = run_of(name)
-    now = as_configured(run, 8, H100)
+    now = priced(run)
     found = method_knobs(run, H100, now)
     assert [k.gain for k in found] == sorted((k.gain for k in found), reverse=True)
     assert len(found) > 3
@@ -59,7 +65,7 @@ def test_a_knob_costs_what_the_recipe_with_it_costs(name):
 
 def test_of_a_measured_training_pass_no_knobs_are_told():
     run = run_of("dpo")
-    now = as_configured(run, 8, H100)
+    now = priced(run)
     found = gap(now.job, 2 * predict_step(now.job).total_s, run.model)
     assert any(suspect.knobs for suspect in found.suspects)
     assert not any(suspect.knobs for suspect in found.without_knobs().suspects)
@@ -67,7 +73,7 @@ def test_of_a_measured_training_pass_no_knobs_are_told():
 
 def test_what_only_the_policy_alone_has_room_for_does_not_work():
     run = run_of("ppo")
-    found = {knob.name: knob for knob in method_knobs(run, H100, as_configured(run, 8, H100))}
+    found = {knob.name: knob for knob in method_knobs(run, H100, priced(run))}
     knob = found["recompute none"]
     assert knob.gain > 0
     assert not knob.works
