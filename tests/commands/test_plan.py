@@ -277,7 +277,7 @@ def test_the_memory_that_offload_leans_on_is_told_as_assumed(capsys, tmp_path):
     """Where something goes to the host, and nobody said what the host has."""
     words, assumed = ["--model", "llama3-8b", "--gpus", "4", "--quick"], "of their own, as is usual"
     _, out, _ = run(capsys, *words, "--gpu", "rtx4090")
-    assert f"machines with 512 GiB {assumed}" in " ".join(out.split())
+    assert f"machines with 256 GiB {assumed} beside 4 x rtx4090" in " ".join(out.split())
     _, out, _ = run(capsys, *words, "--gpu", "b200")
     assert assumed not in " ".join(out.split())
     known = tmp_path / "cluster.toml"
