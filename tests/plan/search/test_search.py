@@ -448,8 +448,8 @@ def test_more_of_the_same_accelerators_are_no_slower():
 
 
 def test_the_nearest_number_may_need_offload():
-    """What is told and what is found are the same: 1 lacks memory by the exact ledger, 2 do not; nor
-    does their machine, unless it has no more than is usual beside 2."""
+    """What is told and what is found are the same: 1 lacks memory by the exact ledger, 2 do not;
+    nor does their machine, unless it has no more than is usual beside 2."""
     machines = replace(cluster("rtx4090"), host_memory_bytes=512 * GIB)
     none = search(EIGHT.dims, machines, 1, SEQ_LEN, BATCH, None, EIGHT.config, 1.0)
     assert none.lacks_memory
