@@ -190,7 +190,7 @@ def test_whether_it_fits_on_one_is_what_is_found_there():
         ("b200", 2, "yes", "nothing need be divided"),
         ("h200", 2, "just", "With recompute full it fits just so"),
         ("h100-sxm", 2, "no", "or optimizer kept on the host"),
-        ("rtx4090", 2, "no", "so it must be divided."),
+        ("rtx4090", 4, "no", "so it must be divided."),
         ("h200", 1, "yes", "The plan with "),
     ):
         machines = cluster(gpu)
