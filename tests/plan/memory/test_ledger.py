@@ -494,8 +494,8 @@ def test_activations_of_real_ranks_are_predicted_within_5_percent():
     for results in run_ranks(saved_by_ranks, 2, runs):
         for name, run, measured in zip(SAVED, runs, results, strict=True):
             sizes = Sizes.of(run, axis_sizes(run.layout, 2), 0, grouped=True, device="cpu")
-            predicted = held(sizes.now.segments, sizes.saved) + sizes.saved_by_root
-            predicted += sizes.kept_logits
+            predicted = held(sizes.now.segments, sizes.saved) + sizes.now.root
+            predicted += sizes.now.logits
             assert predicted == pytest.approx(measured, rel=0.05), name
 
 

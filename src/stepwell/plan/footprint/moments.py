@@ -45,8 +45,8 @@ Items = dict[str, float]
 class Now(NamedTuple):
     """A backward pass of a pipeline rank, and what to look at there. at_work: the blocks of its
     stage; kept: by it, of this micro-batch. waiting: of other stages and micro-batches meanwhile;
-    messages: the pipeline's buffers. gradients: bytes of the stages that have had one already;
-    fresh: this one has not."""
+    messages: the pipeline's buffers, and what these have beside their blocks. gradients: bytes of
+    the stages that have had one already; fresh: this one has not."""
 
     phases: Collection[Phase]
     at_work: range
@@ -81,7 +81,7 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
     dims, layout = job.dims, job.layout
     pieces = pieces_of_rank(dims, layout, pp_rank)
     state = state_of(dims, layout, pieces)
-    times = _times(layout, pieces, state, pp_rank, dense, sparse)
+    times = _times(dims, layout, pieces, state, pp_rank, dense, sparse)
     return Rank(
         job=job,
         pieces=pieces,
@@ -90,7 +90,7 @@ def rank_of(job: Job, pp_rank: int, dense: Block, sparse: Block) -> Rank:
         sparse=sparse,
         times=times,
         now=times[0],
-        root=_root(dims, layout, pieces),
+        root=_root(dims, layout, pieces.last),
         workspace=_workspace(dims, layout, experts=pieces.sparse > 0),
         accumulates=layout.num_micro_batches > 1,
         alone=layout.num_gpus == 1 and not layout.offload_parameters,
@@ -143,7 +143,13 @@ def host_of(rank: Rank) -> Items:
 
 
 def _times(
-    layout: Arrangement, pieces: Pieces, state: State, pp_rank: int, dense: Block, sparse: Block
+    dims: Dims,
+    layout: Arrangement,
+    pieces: Pieces,
+    state: State,
+    pp_rank: int,
+    dense: Block,
+    sparse: Block,
 ) -> tuple[Now, ...]:
     """The fullest of its passes."""
     kept = [kept_by(dense, d, layout).plus(kept_by(sparse, s, layout)) for d, s in pieces.stages]
@@ -156,18 +162,20 @@ def _times(
         inputs = [len(blocks) * dense.input.total for blocks in stages]
         shares = [_moved(layout, *of_stage) for of_stage in zip(kept, inputs, strict=True)]
         waits = [modules.times(1 - share) for modules, share in zip(kept, shares, strict=True)]
-    sums, totals = _sums(layout, pieces, state), [modules.total for modules in waits]
+    around = _around(dims, layout, pieces, dense.input.total)
+    sums = _sums(layout, pieces, state)
+    totals = [modules.total + beside for modules, beside in zip(waits, around, strict=True)]
     v, m = layout.stages_per_rank, layout.num_micro_batches
     moments = moments_of_stages(layout.schedule, layout.pp, v, pp_rank, m)
     times, columns, x = [], [*zip(*waits, strict=True)], dense.input.total
-    # What is under way: an activation or a gradient at each end of a stage; and what each gave.
-    # Elsewhere what comes in, and a gradient.
-    ends = 2 * len(kept) - pieces.first - pieces.last
+    # What is under way: an activation or a gradient at each end of a stage. Elsewhere what comes
+    # in, and a gradient.
+    ends = 2 * len(kept) - pieces.first - pieces.last if layout.program == "stepwell" else 2
     for moment, phases in fullest(moments, totals, restored, sums).items():
         place, held, summed = moment
         others = (*held[:place], held[place] - 1, *held[place + 1 :])
         waiting = Modules(*(sum(map(mul, of_stages, others)) for of_stages in columns))
-        messages = x * (ends + sum(held) - 1 if layout.program == "stepwell" else 2)
+        messages = x * ends + sum(map(mul, around, others))
         done = sum(map(mul, sums, summed))
         fresh = not summed[place]
         times.append(Now(phases, stages[place], kept[place], waiting, messages, done, fresh))
@@ -193,11 +201,23 @@ def _restored(layout: Arrangement, blocks: range, block: Block) -> float:
     return block.all.total - block.input.total if some else 0.0
 
 
-def _root(dims: Dims, layout: Arrangement, pieces: Pieces) -> float:
+def _around(dims: Dims, layout: Arrangement, pieces: Pieces, x: float) -> list[float]:
+    """Of each stage, what a micro-batch that waits holds beside what its blocks keep: what is saved
+    around them, and what the stage gave (x) or of the last one the logits. In our engine; of others
+    it is not known."""
+    if layout.program != "stepwell":
+        return [0.0] * len(pieces.stages)
+    found = [_root(dims, layout, last=False) + x] * len(pieces.stages)
+    if pieces.last:
+        found[-1] = _root(dims, layout, last=True) + logits_of(dims, layout)[0]
+    return found
+
+
+def _root(dims: Dims, layout: Arrangement, last: bool) -> float:
     """Saved by the last norm, the hidden states that the head multiplies; and cos and sin."""
     a, at = compute_bytes(layout), tokens_of(dims, layout)
     angles = 4 * at.num_tokens * dims.head_dim if layout.program == "stepwell" else 0.0
-    if not pieces.last:
+    if not last:
         return angles
     return a * at.part + 4 * at.rows + a * at.wide + angles
 

@@ -139,7 +139,7 @@ class Moment(NamedTuple):
 
 
 def moments_of_stages(schedule: str, p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, ...]:
-    """The moments which may be the fullest.
+    """The moments which may be the fullest, the first backward pass first.
 
     1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
     2 (p - rank - 1), and the one at work (2104.04473); from then on each forward pass takes the
@@ -168,7 +168,7 @@ def _moments_interleaved(p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, 
     starts = {n for n in starts if 0 <= n <= v * m - most}
     starts |= {n for border in borders[:v] for n in (border, border + 1) if n < v * m}
     found = {_moment(min(done + most, v * m), done, v, per_round) for done in starts}
-    return tuple(sorted(found))
+    return tuple(sorted(found, key=lambda moment: (sum(moment.summed), -sum(moment.held), moment)))
 
 
 def _moment(forwards: int, backwards: int, v: int, per_round: int) -> Moment:

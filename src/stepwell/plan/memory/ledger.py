@@ -205,7 +205,8 @@ def _phases(s: Sizes) -> dict[str, MemoryItems]:
 
 
 def _phases_now(s: Sizes) -> list[tuple[str, MemoryItems]]:
-    blocks, phases = _blocks(s), [("forward", _forward(s))]
+    blocks, first = _blocks(s), s.now == s.times[0]
+    phases = [("forward" if first else "later forward", _forward(s))]
     if s.head and "loss" in s.now.phases:
         phases.append(("loss", _loss(s)))
     if blocks and "backward" in s.now.phases:
@@ -306,8 +307,8 @@ def _forward(s: Sizes) -> MemoryItems:
         optimizer=optimizer,
         gradients=_gradients(s, 0, root=False) if _accumulates(s) else 0,
         working_copies=_copies(s, 0, casts, head=True),
-        activations=_waiting(s, s.now.segments) + s.saved_by_root,
-        logits=s.kept_logits,
+        activations=_waiting(s, s.now.segments) + s.now.root,
+        logits=s.now.logits,
         workspace=s.loss_forward,
     )
 

@@ -46,21 +46,23 @@ LOSS_SLICE_BYTES = 2 * 2**20  # of logits, widened, at a time (models.logits)
 class Now:
     """A backward pass of a pipeline rank, of the stage with these segments, and what to look at
     there. waiting: activations of the other micro-batches, and other stages, that are under way
-    meanwhile. summed: elements of gradients of the stages that have had one; fresh: this one has
-    not."""
+    meanwhile. root: what this stage saved around its blocks; logits: what it kept of them. summed:
+    elements of gradients of the stages that have had one; fresh: this one has not."""
 
     phases: Collection[Phase]
     segments: tuple[Segment, ...]
     waiting: int = 0
+    root: int = 0
+    logits: int = 0
     summed: int = 0
     fresh: bool = True
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """times: backward passes that may be the fullest; now: the one that is asked about. num_blocks:
-    of all this rank's stages. embedding, head: elements of a tensor rank, 0 where this rank has
-    none."""
+    """times: the first backward pass and those that may be the fullest; now: the one that is asked
+    about. num_blocks: of all this rank's stages. embedding, head: elements of a tensor rank, 0
+    where this rank has none."""
 
     run: Run
     axes: AxisSizes
@@ -79,12 +81,10 @@ class Sizes:
     times: tuple[Now, ...]
     now: Now
     saved: BlockBytes
-    saved_by_root: int
     block_workspace: int
     cast_elements: int
     loss_forward: int
     loss_backward: int
-    kept_logits: int
 
     @property
     def trained(self) -> Held:
@@ -103,7 +103,6 @@ class Sizes:
         parts = parts_of_rank(run, pp_rank)
         saved = bytes_of_block(run, axes)
         m = _micro_batches(run, axes)
-        times = _times(run, axes, pp_rank, m, parts, saved, a * N * cfg.d_model // tp)
         last = any(part.last for part in parts)
         vocab = cfg.vocab_size // tp
         forward, backward, logits = (
@@ -111,6 +110,9 @@ class Sizes:
             if last and cfg.has_lm_head
             else (0, 0, 0)
         )
+        angles, x = 4 * N * cfg.head_dim, a * N * cfg.d_model // tp
+        around = [root_bytes(cfg, N, a, w, tp) if part.last else angles for part in parts]
+        times = _times(run, axes, pp_rank, m, parts, saved, x, around, logits)
         return Sizes(
             run=run,
             axes=axes,
@@ -129,12 +131,10 @@ class Sizes:
             times=times,
             now=times[0],
             saved=saved,
-            saved_by_root=root_bytes(cfg, N, a, w, tp) if last else 4 * N * cfg.head_dim,
             block_workspace=_block_workspace(run, N, a, w, tp),
             cast_elements=_cast_elements(run, axes),
             loss_forward=forward,
             loss_backward=backward,
-            kept_logits=logits,
         )
 
 
@@ -153,11 +153,15 @@ def _times(
     parts: Sequence[Part],
     saved: BlockBytes,
     x: int,
+    around: Sequence[int],
+    logits: int,
 ) -> tuple[Now, ...]:
-    """x: bytes of what stages pass on, which waits beside what they keep."""
+    """x: bytes of what stages pass on, which waits beside what they keep. around: of each
+    stage, what is saved around its blocks; logits: what the last stage keeps of them. The first is
+    when the first backward pass begins."""
     segments = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
     if axes.pp == 1:
-        return (Now(("backward", "loss", "embedding"), segments[0]),)
+        return (Now(("backward", "loss", "embedding"), segments[0], 0, around[0], logits),)
     kept = [held(chosen, saved) for chosen in segments]
     restored = [peak(chosen, saved) - there for chosen, there in zip(segments, kept, strict=True)]
     block, roots = share_of_block(run, axes), [share_of_root(run, axes, [part]) for part in parts]
@@ -167,17 +171,34 @@ def _times(
     ]
     layout, v, r = run.layout, run.layout.pp_stages_per_rank, DTYPE_BYTES[run.precision.reduce]
     moments = moments_of_stages(layout.pp_schedule, axes.pp, v, pp_rank, m)
-    waits = [there + x for there in kept]
+    logits_of = [logits if part.last else 0 for part in parts]
+    # The last stage gives no activation.
+    waits = [
+        there + beside + (logits if part.last else x)
+        for there, beside, part in zip(kept, around, parts, strict=True)
+    ]
     if run.offload.activations:
         waits = [n - seen_outside(chosen, saved) for n, chosen in zip(waits, segments, strict=True)]
     # What is under way: an activation or a gradient at each end of a stage.
     ends = x * sum((not part.first) + (not part.last) for part in parts)
+    chosen = fullest(moments, waits, restored, [r * n for n in sums])
+    first = moments[0]
     times = []
-    for moment, phases in fullest(moments, waits, restored, [r * n for n in sums]).items():
+    for moment, phases in {first: chosen.pop(first, set[Phase]()), **chosen}.items():
         place, numbers, summed = moment
         waiting = round(sum(map(mul, numbers, waits)) - waits[place] + ends)
         there = sum(map(mul, sums, summed))
-        times.append(Now(phases, segments[place], max(0, waiting), there, not summed[place]))
+        times.append(
+            Now(
+                phases,
+                segments[place],
+                max(0, waiting),
+                around[place],
+                logits_of[place],
+                there,
+                not summed[place],
+            )
+        )
     return tuple(times)
 
 
