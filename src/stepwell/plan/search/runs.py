@@ -13,6 +13,8 @@ from stepwell.schema import dotted_keys
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
+NOT_DIVIDED = "not divided"
+
 
 def run_of(config: ModelConfig, layout: Arrangement, name: str = "planned") -> Run:
     """The run whose `job_of` has this layout. A context longer than the model's is taken to be
@@ -91,7 +93,8 @@ def short(layout: Arrangement) -> str:
         parts.append(f"PP {layout.pp} ({layout.schedule}{virtual})")
     parts += [f"EP {layout.ep}"] if layout.ep > 1 else []
     parts.append(data_text(layout))
-    rest = [state_text(layout)] if layout.data_ranks * layout.cp > 1 else []
+    state = state_text(layout)
+    rest = [state] if state != NOT_DIVIDED else []
     rest += [f"micro-batch {layout.micro_batch_rows}", recompute_text(layout)]
     if layout.precision != "bf16":
         rest.append(layout.precision)
@@ -115,7 +118,8 @@ def state_text(layout: Arrangement) -> str:
     """How data ranks divide the model's state: `ZeRO-3 keeping weights`. Replicas of a single shard
     divide nothing, whatever the stage is called."""
     if layout.data_ranks * layout.cp == 1:
-        return "not divided"
+        fetches = layout.zero == 3 and layout.offload_parameters and layout.pp == 1
+        return "ZeRO-3 of one rank" if fetches else NOT_DIVIDED
     if layout.dp_shard * layout.cp == 1:
         return "ZeRO-0"
     text = f"ZeRO-{layout.zero}"

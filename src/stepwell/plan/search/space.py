@@ -280,7 +280,7 @@ def body(task: Task, family: Family) -> Arrangement:
 
 def leanest(body: Arrangement) -> Arrangement:
     """The data parallelism that holds the least: everything sharded over all data ranks."""
-    if body.dp_shard * body.cp == 1:
+    if body.dp_shard * body.cp == 1 and not _fetches(body):
         return body.having(zero=0)
     if body.pp > 1:
         return body.having(zero=3)
@@ -377,6 +377,8 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
     if dp * body.cp == 1:
         if asked in (None, 0) and pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
             yield body.having(zero=0)
+            if _fetches(body) and asked is None:
+                yield _staged(body, 3, "always")
         elif pins.dp_shard in (None, 1) and pins.dp_replicate in (None, 1):
             yield _staged(body, asked or 0, pins.reshard or "always")
         return
@@ -394,6 +396,11 @@ def data_layouts(task: Task, body: Arrangement, refused: Refused) -> Iterator[Ar
                 yield staged
             if several and zero == 3 and body.pp == 1 and pins.reduce_gradients != "micro-batch":
                 yield staged.having(reduce_every_micro_batch=False)
+
+
+def _fetches(body: Arrangement) -> bool:
+    """Whether one rank, too, has a use for stage 3: blocks come from the host one by one."""
+    return body.offload_parameters and body.pp == 1
 
 
 def _reduces(pins: Pins, layout: Arrangement) -> bool:
@@ -420,7 +427,8 @@ def _stages(task: Task, body: Arrangement, shard: int) -> list[tuple[int, Any]]:
         else:
             found += [(2, "never"), (3, "always")]
             found += [(3, "never")] if pins.reshard == "never" else []
-            if shard * body.cp * body.tp > task.cluster.gpus_per_node:
+            # FSDP2 divides anew only what no tensor ranks divide.
+            if body.tp == 1 and shard * body.cp > task.cluster.gpus_per_node:
                 found.append((3, "node"))
     return [
         (zero, reshard)
