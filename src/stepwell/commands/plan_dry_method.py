@@ -142,8 +142,10 @@ def differences(run: Run, world: int, rank: Counted, others: dict[str, Beside]) 
         ("policy's parameters", optimizer.parameters, rank.parameters),
         ("policy's gradients", ledger.gradient_bytes, rank.gradients),
         ("policy's optimizer", optimizer.optimizer, rank.optimizer),
-        ("policy's activations", forward.activations + forward.logits + casts, rank.activations),
     ]
+    if "activations" not in rank.not_compared:
+        held = forward.activations + forward.logits + casts
+        rows.append(("policy's activations", held, rank.activations))
     for name, held in rank.beside.items():
         model = models[name]
         rows.append((f"{name}'s parameters", model.parameters + model.master, held.parameters))

@@ -9,6 +9,7 @@ from stepwell.config import Run
 from stepwell.hardware import GIB
 from stepwell.plan.cluster import Cluster
 
+ON_HOST = "on the host, "  # as in `dryrun`, which imports torch
 ITEMS = ("parameters", "gradients", "optimizer", "activations", "peak")
 
 
@@ -52,13 +53,22 @@ def lines(found: Any, differences: list[Any]) -> list[str]:
     ]
     for rank in found.ranks:
         items = {one.item: one for one in differences if one.pp_rank == rank.pp_rank}
-        counted = "".join(f"{items[name].counted / GIB:>13,.3f}" for name in ITEMS)
-        predicted = "".join(f"{items[name].predicted / GIB:>13,.3f}" for name in ITEMS)
+        sizes = {name: getattr(rank, name) for name in ITEMS[:-1]} | {"peak": rank.peak_bytes}
+        counted = "".join(f"{sizes[name] / GIB:>13,.3f}" for name in ITEMS)
+        predicted = "".join(
+            f"{items[name].predicted / GIB:>13,.3f}" if name in items else f"{'-':>13}"
+            for name in ITEMS
+        )
         rows.append(f"  {rank.pp_rank:<15}{'counted':<11}{counted}")
         rows.append(f"  {'':<15}{'predicted':<11}{predicted}")
     gathered = ", ".join(f"{rank.pp_rank}: {rank.gathered / GIB:,.3f}" for rank in found.ranks)
     rows.append(f"  gathered weights when the first backward pass begins, by rank: {gathered}")
+    for one in differences:
+        if one.item.startswith(ON_HOST):
+            sizes = f"{one.counted / GIB:,.3f} counted, {one.predicted / GIB:,.3f} predicted"
+            rows.append(f"  {one.item} of rank {one.pp_rank}: {sizes}")
     busiest = found.busiest
+    rows += [f"  {name} are not compared: {why}" for name, why in busiest.not_compared.items()]
     calls: dict[str, int] = {}
     for one in busiest.issued:
         name = f"{one.group} {one.kind}, {one.phase}"
@@ -67,7 +77,8 @@ def lines(found: Any, differences: list[Any]) -> list[str]:
         return rows
     rows.append(f"  {f'sent by pipeline rank {busiest.pp_rank}':<32}" + _heads())
     for one in differences:
-        if one.pp_rank == busiest.pp_rank and one.item not in ITEMS:
+        of_memory = one.item in ITEMS or one.item.startswith(ON_HOST)
+        if one.pp_rank == busiest.pp_rank and not of_memory:
             sizes = f"{one.counted / GIB:>13,.3f}{one.predicted / GIB:>13,.3f}"
             rows.append(f"    {one.item:<30}{calls.pop(one.item, 0):>11,}{sizes}")
     if calls:

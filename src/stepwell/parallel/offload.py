@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 MIN_BYTES = 64 * 2**10
 PREFETCH_COPIES = 16  # about what one block saves
 _RECENT = 16  # saves that are looked through for the same tensor
+PLAIN: tuple[type, ...] = (Tensor,)  # what moves; not parameters and other subclasses
 _SAME_WEIGHT = (
     "TBackward",
     "TransposeBackward",
@@ -129,8 +130,8 @@ class ActivationOffload:
         return _Packed(copy, source.shape, tuple(stride))
 
     def _moves(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device.type != self.device.type:
-            return False  # parameters and other subclasses
+        if type(tensor) not in PLAIN or tensor.device.type != self.device.type:
+            return False
         large = tensor.is_floating_point() and tensor.nbytes >= self.min_bytes
         return large and not _is_weight(tensor)
 

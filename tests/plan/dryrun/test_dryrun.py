@@ -234,6 +234,30 @@ def test_the_ledgers_say_what_the_program_does_in_more_layouts(text):
     assert_predicted(text, MORE[text])
 
 
+@pytest.mark.parametrize(
+    ("text", "world", "kind"),
+    [
+        ("offload.optimizer=true", 4, "optimizer"),
+        ("offload.parameters=true micro_batches=2", 4, "parameters"),
+        ("offload.activations=true", 4, "activations"),
+    ],
+)
+def test_what_is_offloaded_is_counted_on_the_host(text, world, kind):
+    run = run_of(f"{text} data.seq_len=1024 model.vocab_size=4096", world=world)
+    rows = {row.item: row for row in differences(run, world)}
+    assert {item for item in rows if item.startswith(dryrun.ON_HOST)} == {f"on the host, {kind}"}
+    assert rows[f"on the host, {kind}"].counted > 0
+    assert abs(rows[f"on the host, {kind}"].relative) < 0.005
+    assert abs(rows["peak"].relative) < 0.1
+    for item in STATE:
+        assert abs(rows[item].relative) < 0.001
+        gone = {"optimizer": ("optimizer",), "parameters": STATE, "activations": ()}[kind]
+        assert (rows[item].counted == 0) == (item in gone)
+    # What is on its way to the host is not counted.
+    assert ("activations" in rows) == (kind != "activations")
+    assert kind == "activations" or abs(rows["activations"].relative) < 0.05
+
+
 # --- what it leaves, and what it refuses ---------------------------------------------------------
 
 
@@ -394,7 +418,7 @@ def test_what_is_gathered_again_grows_evenly_from_few(schedule, v, p, m):
 def test_fewer_than_fill_the_pipeline_do_where_weights_stay():
     assert few_micro_batches(LayoutConfig(pp=4), 64) == (4, 5)
     for kept in ({"zero": 1}, {"reshard_after_forward": "never"}):
-        assert few_micro_batches(LayoutConfig(pp=4, **kept), 64) == (2, 5)
+        assert few_micro_batches(LayoutConfig.model_validate({"pp": 4, **kept}), 64) == (2, 5)
 
 
 @pytest.mark.slow

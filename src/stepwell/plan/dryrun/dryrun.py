@@ -33,10 +33,16 @@ from stepwell.plan.dryrun.fakes import Answers, fake_device, fake_ranks
 from stepwell.plan.dryrun.watch import Issued, Watch, watching
 from stepwell.plan.memory.ledger import MemoryLedger
 from stepwell.train.engine import Engine
+from stepwell.train.host_optim import HostOptimizer
 from stepwell.train.losses import Loss, LossSums, cross_entropy, masked_sum, token_count
 from stepwell.types import ConfigError
 
 FEW_BYTES = 256  # of messages that are left out where traffic is compared
+ON_HOST = "on the host, "  # before what is offloaded, in the name of an item
+ON_THEIR_WAY = (
+    "with offload.activations the ledger has the tensors that are on their way between host and "
+    "device (also in its peak), and a dry run, which copies at once, has none"
+)
 PASSED_ON = ("send", "recv", "all-to-all")  # what context ranks do, and those that shard do not
 
 
@@ -59,7 +65,8 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's step. parameters, gradients (when the step begins), optimizer: bytes of state.
+    """One rank's step. parameters, gradients (when the step begins), optimizer: bytes of state on
+    the device. host: on the host, by what is offloaded; of activations the most that waits there.
     gathered, activations: when the first backward pass begins, weights that FSDP2 has handed out
     and all else that is held by then. peaks: the most that is held in each phase, state included.
     issued: collectives; `group` is the axis. beside: of other models that are there, by name."""
@@ -75,10 +82,16 @@ class Counted:
     issued: list[Issued] = field(default_factory=list)
     wall_s: float = 0.0
     beside: dict[str, Held] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
         return max(self.peaks.values())
+
+    @property
+    def not_compared(self) -> dict[str, str]:
+        """Items of which what is counted is not what is predicted, and why."""
+        return {"activations": ON_THEIR_WAY} if "activations" in self.host else {}
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,7 @@ class DryRun:
             {
                 **{k: v for k, v in asdict(rank).items() if k != "issued"},
                 "peak_bytes": rank.peak_bytes,
+                "not_compared": rank.not_compared,
                 "collectives": [
                     {"axis": x.group, **{k: v for k, v in x._asdict().items() if k != "group"}}
                     for x in rank.issued
@@ -168,6 +182,10 @@ def _of_memory(rank: Counted, ledger: MemoryLedger, alone: bool) -> list[Differe
         "activations": (forward.activations + forward.logits + casts, rank.activations),
         "peak": (ledger.peak_bytes, rank.peak_bytes),
     }
+    for item in rank.not_compared:
+        del pairs[item]
+    for key, counted in rank.host.items():
+        pairs[f"{ON_HOST}{key}"] = (ledger.host.get(key, 0), counted)
     return [Difference(rank.pp_rank, item, *pair) for item, pair in pairs.items()]
 
 
@@ -300,8 +318,8 @@ def count_step(
     engines = {name: engine_beside(one, mesh) for name, one in others.items()}
     parameters, state = parameters_of(engine), state_of(engine)
     watch = Watch(lambda: gathered_weights(engine))
-    watch.hold([*parameters, *state])
-    for one in engines.values():
+    for one in (engine, *engines.values()):
+        watch.put_on_host(on_host(one))
         watch.hold([*parameters_of(one), *state_of(one)])
     resting = watch.live
     gradients: dict[str, int] = {}
@@ -321,19 +339,42 @@ def count_step(
         )
         for name, one in engines.items()
     }
+    away = run.offload.parameters
     return Counted(
         rank=mesh.rank,
         pp_rank=mesh.place.pp,
-        parameters=bytes_of(parameters) + own_bits,
-        gradients=gradient_bytes,
-        optimizer=bytes_of(state),
+        parameters=own_bits + (0 if away else bytes_of(parameters)),
+        gradients=0 if away else gradient_bytes,
+        optimizer=0 if away or run.offload.optimizer else bytes_of(state),
         gathered=moment.gathered,
         activations=moment.live - moment.gathered - resting,
         peaks={phase: peak + all_bits for phase, peak in watch.peaks.items()},
         issued=by_axis(watch.issued, mesh),
         wall_s=time.perf_counter() - began,
         beside=held,
+        host=_host_bytes(engine, gradient_bytes),
     )
+
+
+def on_host(engine: Engine) -> list[Tensor]:
+    """What the program keeps on the host, which is the device's neighbour under another name."""
+    if engine.run.offload.parameters:
+        return [*parameters_of(engine), *state_of(engine)]
+    if not engine.frozen and isinstance(engine.optimizer, HostOptimizer):
+        held = [x for one in engine.optimizer.weights for x in (one.master, one.buffer)]
+        return [*held, *state_of(engine)]
+    return []
+
+
+def _host_bytes(engine: Engine, gradient_bytes: int) -> dict[str, int]:
+    offload, found = engine.run.offload, {}
+    if offload.optimizer:
+        found["optimizer"] = bytes_of(on_host(engine))
+    if offload.parameters:
+        found["parameters"] = bytes_of(on_host(engine)) + gradient_bytes
+    if engine.activation_offload is not None:
+        found["activations"] = engine.activation_offload.peak_host_bytes
+    return found
 
 
 def engine_beside(one: Beside, mesh: Mesh) -> Engine:

@@ -28,7 +28,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepwell.models import logits
-from stepwell.parallel import init
+from stepwell.parallel import init, offload
 from stepwell.parallel.mesh import Mesh, mesh_of_ranks
 from stepwell.parallel.rules import axis_sizes
 from stepwell.sections.layout import LayoutConfig
@@ -99,6 +99,7 @@ def fake_device(answers: Answers | None = None) -> Iterator[None]:
         stack.enter_context(patch.object(init, "_fill", _leave))  # no values, so none are drawn
         # As on an accelerator, which has no cache to keep within.
         stack.enter_context(patch.object(logits, "SLICE_BYTES", 1 << 62))
+        stack.enter_context(patch.object(offload, "PLAIN", (FakeTensor,)))
         stack.enter_context(patch.dict(update_norm.CHUNK, {"cpu": update_norm.LARGE_CHUNK}))
         stack.enter_context(patch.object(dist, "broadcast_object_list", answers.broadcast))
         stack.enter_context(patch.object(dist, "all_gather_object", answers.all_gather))

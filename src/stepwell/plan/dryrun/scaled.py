@@ -117,7 +117,8 @@ def scaled_bytes(few: Counted, more: Counted, m_few: int, m_more: int, m: int) -
         name: _on_line(few.peaks[name], peak, m_few, m_more, m) for name, peak in more.peaks.items()
     }
     held = _on_line(few.activations, more.activations, m_few, m_more, m)
-    return replace(more, activations=held, peaks=peaks)
+    host = {key: _on_line(few.host[key], n, m_few, m_more, m) for key, n in more.host.items()}
+    return replace(more, activations=held, peaks=peaks, host=host)
 
 
 def _on_line(at_few: int, at_more: int, few: int, more: int, wanted: int) -> int:

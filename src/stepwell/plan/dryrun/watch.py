@@ -2,7 +2,8 @@
 
 The same watch looks at a real rank and at one whose tensors are fake, so that one can be held
 against the other. DTensors and the wrappers of asynchronous collectives are looked through: what
-counts is the plain tensors that one rank has.
+counts is the plain tensors that one rank has. What offload puts on the host is not held by the
+device, also where the two are one (a CPU, a fake device).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stepwell.models import context_attention
+from stepwell.parallel.init import local_part
+from stepwell.parallel.offload import ActivationOffload
 from stepwell.parallel.pipeline import Pipeline
 from stepwell.parallel.traffic import Collective, collective_of
 from stepwell.parallel.wire import wire_bytes
@@ -78,6 +81,8 @@ class Watch(TorchDispatchMode):
         self.gathered = gathered
         self.counting = True
         self.sizes: dict[int, int] = {}
+        self.on_host: set[int] = set()
+        self.making_on_host = False
         self.live = 0
         self.peaks: dict[Peak, int] = {"forward": 0, "backward": 0, "optimizer": 0}
         self.stepping = self.in_backward = self.in_engine = False
@@ -98,6 +103,17 @@ class Watch(TorchDispatchMode):
         """Takes what is there already into account."""
         for tensor in tensors:
             self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+    def put_on_host(self, tensors: Iterable[Tensor]) -> None:
+        """These are none of the device's, from now on."""
+        for tensor in tensors:
+            self._put_on_host(local_part(tensor).untyped_storage())
+
+    def _put_on_host(self, storage: Any) -> None:
+        key = storage._cdata
+        self.live -= self.sizes.pop(key, 0)
+        self.on_host.add(key)
+        weakref.finalize(storage, self.on_host.discard, key)
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """What is held of these now."""
@@ -140,7 +156,11 @@ class Watch(TorchDispatchMode):
         if type(tensor).__name__ == "AsyncCollectiveTensor" or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.sizes:
+        if storage._cdata in self.sizes or storage._cdata in self.on_host:
+            return
+        if self.making_on_host:
+            self._put_on_host(storage)
+        else:
             self._add(storage, storage.nbytes())
 
     def _add(self, storage: Any, num_bytes: int) -> None:
@@ -192,7 +212,21 @@ def watching(watch: Watch) -> Iterator[None]:
 
     run_backward = as_backward(torch.autograd._engine_run_backward, True)  # pyright: ignore
     # A pipeline's schedule reduces gradients itself, after its last pass.
-    reduce = as_backward(FSDPParamGroup.post_backward)
+    reduce_group, to_host = as_backward(FSDPParamGroup.post_backward), ActivationOffload._to_host
+
+    def reduce(group: FSDPParamGroup, *args: Any) -> None:
+        reduce_group(group, *args)
+        for one in group.fsdp_params:
+            if one.offload_to_cpu and one.sharded_param.grad is not None:
+                watch.put_on_host([one.sharded_param.grad])
+
+    def saved_on_host(offload: ActivationOffload, flat: Tensor) -> Any:
+        watch.making_on_host = True
+        try:
+            return to_host(offload, flat)
+        finally:
+            watch.making_on_host = False
+
     exchange = Pipeline._collect_tied_gradient
 
     def after_passes(pipeline: Pipeline) -> None:
@@ -215,6 +249,7 @@ def watching(watch: Watch) -> Iterator[None]:
             stack.enter_context(patch.object(dist, name, uncounted(getattr(dist, name))))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_backward))
         stack.enter_context(patch.object(FSDPParamGroup, "post_backward", reduce))
+        stack.enter_context(patch.object(ActivationOffload, "_to_host", saved_on_host))
         stack.enter_context(patch.object(Pipeline, "_collect_tied_gradient", after_passes))
         stack.enter_context(patch.object(_Propagator, _PROPAGATE, apart))
         stack.enter_context(watch)
