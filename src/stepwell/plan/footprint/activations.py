@@ -138,6 +138,19 @@ def block_of(dims: Dims, layout: Arrangement, experts: bool = False) -> Block:
     )
 
 
+def between_halves(dims: Dims, layout: Arrangement) -> tuple[Modules, Modules]:
+    """What a block has more between the halves of its backward pass, and what is gone at the end of
+    the second (plan/memory/sizes). Experts as an ordinary MLP."""
+    a, at = compute_bytes(layout), tokens_of(dims, layout)
+    inner = at.num_tokens * dims.d_ff / layout.tp
+    normed = 2 * at.part + (at.query + at.key if dims.qk_norm else 0.0)
+    norms = 0.0 if freezes(layout) else a * normed
+    factors = 2 if dims.mlp == "swiglu" else 1
+    more = Modules(norms, a * (at.query + 2 * at.key + at.wide), a * (factors * inner + at.wide))
+    read = Modules(2 * (a * at.part + 4 * at.rows), a * at.wide, a * (at.wide + inner))
+    return more, more.plus(read)
+
+
 def eight_bits(layout: Arrangement) -> bool:
     """Whether products keep their inputs in 8 bits: ours unless scales are by row, Transformer
     Engine's; torchtitan's checkpointing keeps what products write instead."""

@@ -7,14 +7,16 @@ Of our own engine these are the phases of `plan/memory`, on the dimensions alone
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from operator import mul
+from operator import add, mul
 from typing import NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
+from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.plan.footprint.activations import (
     Block,
     Modules,
     Tokens,
+    between_halves,
     compute_bytes,
     freezes,
     logits_of,
@@ -46,7 +48,9 @@ class Now(NamedTuple):
     """A backward pass of a pipeline rank, and what to look at there. at_work: the blocks of its
     stage; kept: by it, of this micro-batch. waiting: of other stages and micro-batches meanwhile;
     messages: the pipeline's buffers, and what these have beside their blocks. gradients: bytes of
-    the stages that have had one already; fresh: this one has not."""
+    the stages that have had one already; fresh: this one has not. halved: it is the second half of
+    a pass, for weights' gradients alone, whose micro-batch is in waiting, too; at its end `spent`
+    of it is gone."""
 
     phases: Collection[Phase]
     at_work: range
@@ -55,6 +59,8 @@ class Now(NamedTuple):
     messages: float
     gradients: float
     fresh: bool
+    halved: bool = False
+    spent: Modules = Modules()
 
 
 class Rank(NamedTuple):
@@ -110,6 +116,10 @@ def moments_of(rank: Rank) -> dict[str, Items]:
 
 
 def _moments(rank: Rank) -> Iterator[tuple[str, Items]]:
+    if rank.now.halved:
+        halves = _second_half(rank)
+        yield "backward", max(halves, key=lambda items: sum(items.values()))
+        return
     phases, inside = rank.now.phases, []
     if "backward" in phases:
         inside = [_backward(rank, number) for number in _numbers(rank)]
@@ -165,20 +175,44 @@ def _times(
     around = _around(dims, layout, pieces, dense.input.total)
     sums = _sums(layout, pieces, state)
     totals = [modules.total + beside for modules, beside in zip(waits, around, strict=True)]
+    more, read = between_halves(dims, layout)
+    between = [more.times(len(blocks)) for blocks in stages]
+    passed = [0.0 if first else dense.input.total for first in (pieces.first, *stages[1:])]
+    if layout.schedule in ZERO_BUBBLE and pp_rank == layout.pp - 1:
+        # The V's turn: what one stage gives is what the other one reads.
+        around[0] -= dense.input.total
+        passed[0] -= dense.input.total
+    beside = [a + b for a, b in zip(around, passed, strict=True)]
+    halves = [n + b.total + x for n, b, x in zip(totals, between, passed, strict=True)]
     v, m = layout.stages_per_rank, layout.num_micro_batches
     moments = moments_of_stages(layout.schedule, layout.pp, v, pp_rank, m)
     times, columns, x = [], [*zip(*waits, strict=True)], dense.input.total
     # What is under way: an activation or a gradient at each end of a stage. Elsewhere what comes
     # in, and a gradient.
     ends = 2 * len(kept) - pieces.first - pieces.last if layout.program == "stepwell" else 2
-    for moment, phases in fullest(moments, totals, restored, sums).items():
-        place, held, summed = moment
-        others = (*held[:place], held[place] - 1, *held[place + 1 :])
-        waiting = Modules(*(sum(map(mul, of_stages, others)) for of_stages in columns))
-        messages = x * ends + sum(map(mul, around, others))
-        done = sum(map(mul, sums, summed))
-        fresh = not summed[place]
-        times.append(Now(phases, stages[place], kept[place], waiting, messages, done, fresh))
+    for moment, phases in fullest(moments, totals, halves, restored, sums).items():
+        place, held, summed = moment.place, moment.held, moment.summed
+        others = held
+        if not moment.halved:
+            others = (*held[:place], held[place] - 1, *held[place + 1 :])
+        all_others = list(map(add, others, moment.halves or (0,) * len(others)))
+        waiting = Modules(*(sum(map(mul, of_stages, all_others)) for of_stages in columns))
+        for modules, number in zip(between, moment.halves, strict=False):
+            waiting = waiting.plus(modules.times(number))
+        messages = x * ends + sum(map(mul, around, others)) + sum(map(mul, beside, moment.halves))
+        times.append(
+            Now(
+                phases,
+                stages[place],
+                kept[place],
+                waiting,
+                messages,
+                sum(map(mul, sums, summed)),
+                not summed[place],
+                moment.halved,
+                read.times(len(stages[place])),
+            )
+        )
     return tuple(times)
 
 
@@ -380,6 +414,13 @@ def _loss(rank: Rank) -> Items:
         _waiting(rank, rank.now.kept),
         rank.root + hidden,
     )
+    if layout.pp > 1 and layout.schedule in ZERO_BUBBLE:
+        # A chunk of kept logits is copied, and the head's gradient from the last second half is
+        # summed only after this pass (plan/memory/ledger).
+        chunk = min(layout.loss_chunk_tokens or layout.tokens_of_rank, layout.tokens_of_rank)
+        work += compute_bytes(layout) * chunk * dims.vocab_size / layout.tp if kept else 0.0
+        remains = layout.schedule == "zbv" and not rank.now.fresh
+        items["gradients"] += gradient if remains else 0.0
     return {**items, "logits": kept + work}
 
 
@@ -432,6 +473,20 @@ def _backward(rank: Rank, number: int) -> Items:
         _waiting(rank, before).plus(own),
         rank.workspace,
     )
+
+
+def _second_half(rank: Rank) -> list[Items]:
+    """The beginning and the end of a pass for weights' gradients alone, which wait in compute dtype
+    for all of the stage's."""
+    now, copies = rank.now, _copies(rank, rank.pieces.num_blocks, 0.0, head=False)
+    made = 0.0
+    if not rank.state.always:
+        made = compute_bytes(rank.job.layout) * len(now.at_work) * rank.state.block_whole
+    left = now.waiting.plus(now.spent.times(-1))
+    return [
+        _at(rank, now.gradients, copies, now.waiting, rank.workspace),
+        _at(rank, now.gradients + made, copies, left, 0.0),
+    ]
 
 
 def _appearing(rank: Rank, summing: bool, ahead: bool) -> float:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
 from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
+from stepwell.plan.footprint.zero_bubble import states_of
 from stepwell.plan.job import Arrangement, Dims
 from stepwell.sections.layout import LayoutConfig
 
@@ -131,11 +132,18 @@ Phase = Literal["backward", "loss", "embedding"]
 class Moment(NamedTuple):
     """Before a backward pass of a pipeline rank, of its stage `place`: of each stage the
     micro-batches that wait for theirs (this one, too), and whether it has had one, so that its
-    gradients are there."""
+    gradients are there. halves: of each stage, the micro-batches between the halves of a backward
+    pass; halved: this one is among them, before its weights' gradients."""
 
     place: int
     held: tuple[float, ...]
     summed: tuple[bool, ...]
+    halves: tuple[float, ...] = ()
+    halved: bool = False
+
+    def weigh(self, kept: Sequence[float], halves: Sequence[float]) -> float:
+        """All that waits, this micro-batch included, from what one does in each stage."""
+        return sum(map(mul, self.held, kept)) + sum(map(mul, self.halves, halves))
 
 
 def moments_of_stages(schedule: str, p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, ...]:
@@ -143,13 +151,11 @@ def moments_of_stages(schedule: str, p: int, v: int, pp_rank: int, m: int) -> tu
 
     1f1b: p - rank (2006.09503). interleaved: its warm-up, (v-1) rounds of p or a little more and
     2 (p - rank - 1), and the one at work (2104.04473); from then on each forward pass takes the
-    place of a backward pass, mostly of another stage. Zero bubble: 2 p of both stages together, as
-    in 1f1b's first stage, and one that waits for its weights' gradients (2401.10241).
+    place of a backward pass, mostly of another stage. Zero bubble: `footprint/zero_bubble`.
     """
     if schedule in ZERO_BUBBLE:
-        held = (min(v * m, 2 * p + 1) / v,) * v
-        states = [(held, False), (held, True)][: 2 if m > 1 else 1]
-        return tuple(Moment(place, h, (some,) * v) for h, some in states for place in range(v))
+        states = states_of(schedule, p, pp_rank, m)
+        return tuple(Moment(x.place, x.held[:2], x.summed, x.held[2:], x.halved) for x in states)
     if v == 1:
         most = m if schedule == "gpipe" else min(m, p - pp_rank)
         first = Moment(0, (most,), (False,))
@@ -185,20 +191,22 @@ def _moment(forwards: int, backwards: int, v: int, per_round: int) -> Moment:
 def fullest(
     moments: Sequence[Moment],
     kept: Sequence[float],
+    halves: Sequence[float],
     restored: Sequence[float],
     gradients: Sequence[float],
 ) -> dict[Moment, set[Phase]]:
     """Of these moments the fullest, and what to look at there: the last stage's loss, the first
     one's embedding, and the backward pass, once with the gradients of its own stage there and once,
-    if it may be more, with them still to come. Of each stage: what it keeps of a micro-batch, what
-    its backward pass brings back, its gradients."""
+    if it may be more, with them still to come. Of each stage: what it keeps of a micro-batch, and
+    between the halves of a backward pass; what its backward pass brings back, its gradients."""
     found: dict[Phase, tuple[float, Moment]] = {}
     new: tuple[float, Moment] | None = None
     nothing = (-1.0, moments[0])
     for moment in moments:
-        place, held, summed = moment
-        size = sum(map(mul, held, kept)) + sum(map(mul, gradients, summed))
-        if place == len(kept) - 1 and size > found.get("loss", nothing)[0]:
+        place, summed = moment.place, moment.summed
+        size = moment.weigh(kept, halves) + sum(map(mul, gradients, summed))
+        last = place == len(kept) - 1 and not moment.halved
+        if last and size > found.get("loss", nothing)[0]:
             found["loss"] = size, moment
         if place == 0 and size > found.get("embedding", nothing)[0]:
             found["embedding"] = size, moment

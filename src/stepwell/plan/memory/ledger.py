@@ -14,6 +14,7 @@ from stepwell.hardware import DeviceKind
 from stepwell.models.activations import Segment, at_block, held, seen_outside
 from stepwell.parallel.lever_rules import host_bytes, share_in_8_bits
 from stepwell.parallel.rules import axis_sizes
+from stepwell.parallel.schedules import ZERO_BUBBLE
 from stepwell.plan.memory.shards import num_shards, parts_of_rank
 from stepwell.plan.memory.sizes import Sizes
 from stepwell.sections.model import ModelConfig
@@ -205,6 +206,8 @@ def _phases(s: Sizes) -> dict[str, MemoryItems]:
 
 
 def _phases_now(s: Sizes) -> list[tuple[str, MemoryItems]]:
+    if s.now.halved:
+        return [("backward", _worst(_second_half(s)))]
     blocks, first = _blocks(s), s.now == s.times[0]
     phases = [("forward" if first else "later forward", _forward(s))]
     if s.head and "loss" in s.now.phases:
@@ -315,12 +318,16 @@ def _forward(s: Sizes) -> MemoryItems:
 
 def _loss(s: Sizes) -> MemoryItems:
     """The first chunk of the loss's backward pass; the head's gradient is there."""
-    before = _forward(s)
-    return replace(
-        before,
-        gradients=before.gradients + _fresh(s) * _trained_root(s, s.head),
-        workspace=s.loss_backward + s.a * s.num_tokens * s.run.model.d_model,
-    )
+    before, head, run = _forward(s), _fresh(s) * _trained_root(s, s.head), s.run
+    workspace = s.loss_backward + s.a * s.num_tokens * run.model.d_model
+    if s.axes.pp > 1 and run.layout.pp_schedule in ZERO_BUBBLE:
+        # Kept logits stay for the second half, so a chunk of them is copied; and the head's
+        # gradient from the last second half is summed only after this pass. (dualpipev's fullest
+        # passes are whole ones.)
+        chunk = min(run.loss.chunk_tokens, s.num_tokens)
+        workspace += s.a * chunk * (run.model.vocab_size // s.axes.tp) if s.now.logits else 0
+        head *= 2 if run.layout.pp_schedule == "zbv" and not s.now.fresh else 1
+    return replace(before, gradients=before.gradients + head, workspace=workspace)
 
 
 def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
@@ -356,6 +363,22 @@ def _backward(s: Sizes, number: int, blocks: list[int]) -> MemoryItems:
         activations=_waiting(s, earlier) + at_block((segment,), s.saved, number),
         workspace=s.block_workspace + casts,
     )
+
+
+def _second_half(s: Sizes) -> list[MemoryItems]:
+    """The beginning and the end of a pass for weights' gradients alone, which wait in compute dtype
+    for all of the stage's."""
+    parameters, optimizer = _resting(s)
+    begins = MemoryItems(
+        parameters=parameters,
+        optimizer=optimizer,
+        gradients=s.r * s.now.summed,
+        working_copies=_copies(s, s.num_blocks, 0, head=False),
+        activations=s.now.waiting,
+        workspace=s.block_workspace,
+    )
+    gone = begins.activations - s.now.spent
+    return [begins, replace(begins, activations=gone, workspace=s.a * s.now.made)]
 
 
 def _trained_root(s: Sizes, elements: int) -> int:

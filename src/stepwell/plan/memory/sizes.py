@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import mul
+from operator import add, mul
 
 from stepwell.config import Run
 from stepwell.hardware import DeviceKind
@@ -32,7 +32,7 @@ from stepwell.parallel.fp8_layers import (
 )
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
-from stepwell.parallel.schedules import next_micro_batches
+from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
 from stepwell.plan.footprint.pieces import Phase, fullest, moments_of_stages
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
 from stepwell.plan.memory.shards import Held, Part, held_by_block, parts_of_rank
@@ -47,7 +47,9 @@ class Now:
     """A backward pass of a pipeline rank, of the stage with these segments, and what to look at
     there. waiting: activations of the other micro-batches, and other stages, that are under way
     meanwhile. root: what this stage saved around its blocks; logits: what it kept of them. summed:
-    elements of gradients of the stages that have had one; fresh: this one has not."""
+    elements of gradients of the stages that have had one; fresh: this one has not. halved: it is
+    the second half of a pass, for weights' gradients alone, whose micro-batch is in waiting, too;
+    at its end `spent` bytes of that are gone and `made` elements of gradients are there."""
 
     phases: Collection[Phase]
     segments: tuple[Segment, ...]
@@ -56,6 +58,9 @@ class Now:
     logits: int = 0
     summed: int = 0
     fresh: bool = True
+    halved: bool = False
+    spent: int = 0
+    made: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,9 @@ class Sizes:
         )
         angles, x = 4 * N * cfg.head_dim, a * N * cfg.d_model // tp
         around = [root_bytes(cfg, N, a, w, tp) if part.last else angles for part in parts]
-        times = _times(run, axes, pp_rank, m, parts, saved, x, around, logits)
+        more, read = between_halves(run, N, a, w, tp)
+        between = [len(part.blocks) * more + (0 if part.first else x) for part in parts]
+        times = _times(run, axes, pp_rank, m, parts, saved, x, around, logits, between, read)
         return Sizes(
             run=run,
             axes=axes,
@@ -155,10 +162,13 @@ def _times(
     x: int,
     around: Sequence[int],
     logits: int,
+    between: Sequence[int],
+    read: int,
 ) -> tuple[Now, ...]:
     """x: bytes of what stages pass on, which waits beside what they keep. around: of each
-    stage, what is saved around its blocks; logits: what the last stage keeps of them. The first is
-    when the first backward pass begins."""
+    stage, what is saved around its blocks; logits: what the last stage keeps of them. between: what
+    each has more between the halves of its backward pass; read: of a block, what is gone after
+    them. The first is when the first backward pass begins."""
     segments = [segments_of(run, axes, part.blocks.start, part.blocks.stop) for part in parts]
     if axes.pp == 1:
         return (Now(("backward", "loss", "embedding"), segments[0], 0, around[0], logits),)
@@ -181,12 +191,17 @@ def _times(
         waits = [n - seen_outside(chosen, saved) for n, chosen in zip(waits, segments, strict=True)]
     # What is under way: an activation or a gradient at each end of a stage.
     ends = x * sum((not part.first) + (not part.last) for part in parts)
-    chosen = fullest(moments, waits, restored, [r * n for n in sums])
+    if layout.pp_schedule in ZERO_BUBBLE and pp_rank == axes.pp - 1:
+        # The V's turn: what one stage gives is what the other one reads.
+        waits[0] -= x
+        between = (between[0] - x, *between[1:])
+    halves = list(map(add, waits, between))
+    chosen = fullest(moments, waits, halves, restored, [r * n for n in sums])
     first = moments[0]
     times = []
     for moment, phases in {first: chosen.pop(first, set[Phase]()), **chosen}.items():
-        place, numbers, summed = moment
-        waiting = round(sum(map(mul, numbers, waits)) - waits[place] + ends)
+        place, summed, halved = moment.place, moment.summed, moment.halved
+        waiting = round(moment.weigh(waits, halves) + ends) - (0 if halved else waits[place])
         there = sum(map(mul, sums, summed))
         times.append(
             Now(
@@ -197,9 +212,26 @@ def _times(
                 logits_of[place],
                 there,
                 not summed[place],
+                halved,
+                len(parts[place].blocks) * read,
+                sums[place],
             )
         )
     return tuple(times)
+
+
+def between_halves(run: Run, N: int, a: int, w: int, tp: int) -> tuple[int, int]:
+    """What a block has more between the halves of its backward pass (`footprint/zero_bubble`): the
+    gradients of what norms and products give; and what of all its own is gone at the end of the
+    second half, these and what norms and products read. Nothing else is let go until then."""
+    cfg = run.model
+    heads, kv_heads = local_heads(cfg, tp)
+    query, keyvalue = N * heads * cfg.head_dim, N * kv_heads * cfg.head_dim
+    part, wide, inner = N * cfg.d_model // tp, N * cfg.d_model, N * cfg.d_ff // tp
+    products = a * (query + 2 * keyvalue + 2 * inner + 2 * wide)
+    norms = 2 * a * part + (a * (query + keyvalue) if cfg.qk_norm else 0)
+    more = products + (0 if run.lora.rank else norms)
+    return more, more + 2 * (a * part + w * N // tp) + 2 * a * wide + a * inner
 
 
 def _loss(
