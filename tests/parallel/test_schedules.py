@@ -11,6 +11,7 @@ from stepwell.parallel.pipeline import SCHEDULES
 from stepwell.parallel.schedules import (
     bubble_fraction,
     fewest_micro_batches,
+    most_in_flight,
     next_micro_batches,
     rank_of_stage,
     split_blocks,
@@ -138,6 +139,20 @@ def most_held(actions: list[Action], v: int) -> float:
         held += {"F": 1, "B": 0}.get(action.kind, -1)
         most = max(most, held)
     return most / v
+
+
+@pytest.mark.parametrize(
+    ("schedule", "v"),
+    [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zbv", 2),
+     ("dualpipev", 2)],
+)  # fmt: skip
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 9), (3, 12), (4, 8), (4, 17)])
+def test_most_in_flight_is_what_the_schedules_own_order_holds(schedule, v, p, m):
+    m = next_micro_batches(m, layout(schedule, p, v))
+    order = planned_order(schedule, p, v, m)
+    found = [most_held(order[rank], v) for rank in range(p)]
+    told = [most_in_flight(schedule, p, m, v, rank, m // (m // p)) for rank in range(p)]
+    assert told == pytest.approx(found)
 
 
 def test_activations_held_are_those_of_the_documentation():

@@ -19,6 +19,7 @@ from stepwell.models.flops import parameter_shapes
 from stepwell.models.lora_shapes import trained_shapes
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, segments_of
 from stepwell.parallel.remedies import Complaint, Way, multiples, only, values_of
+from stepwell.parallel.schedules import micro_batches_of, most_in_flight
 from stepwell.types import ConfigError
 
 if TYPE_CHECKING:
@@ -160,6 +161,15 @@ def check_host(run: Run, sizes: AxisSizes, grouped: bool, ranks_on_host: int | N
         raise ConfigError(problem)
 
 
+def _in_flight(run: Run, sizes: AxisSizes, pp_rank: int) -> float:
+    layout, train, shares = run.layout, run.train, sizes.dp_replicate * sizes.dp_shard
+    if sizes.pp == 1:
+        return 1
+    m = micro_batches_of(train.global_batch_rows, train.micro_batch_rows, shares, layout)
+    v, per_round = layout.pp_stages_per_rank, m // (m // sizes.pp)
+    return most_in_flight(layout.pp_schedule, sizes.pp, m, v, pp_rank, per_round)
+
+
 def host_shortage(
     run: Run, sizes: AxisSizes, ranks_on_host: int, available_bytes: int
 ) -> str | None:
@@ -176,9 +186,9 @@ def host_shortage(
     )
 
 
-def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
+def host_bytes(run: Run, sizes: AxisSizes, pp_rank: int = 0) -> dict[str, int]:
     """Host memory of one rank by key of `offload`: weights, two moments and gradients or copies of
-    this rank's share; what the blocks of one micro-batch save (a pipeline has several at once)."""
+    this rank's share; what its blocks save, of all micro-batches that a pipeline has at once."""
     found = {}
     if not (run.offload.optimizer or run.offload.parameters or run.offload.activations):
         return found
@@ -195,5 +205,6 @@ def host_bytes(run: Run, sizes: AxisSizes) -> dict[str, int]:
     if run.offload.activations:
         block = bytes_of_block(run, sizes)
         blocks = -(-run.model.num_layers // sizes.pp)
-        found["activations"] = seen_outside(segments_of(run, sizes, 0, blocks), block)
+        once = seen_outside(segments_of(run, sizes, 0, blocks), block)
+        found["activations"] = round(once * _in_flight(run, sizes, pp_rank))
     return found

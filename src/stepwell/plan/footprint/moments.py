@@ -11,7 +11,7 @@ from operator import add, mul
 from typing import NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
-from stepwell.parallel.schedules import ZERO_BUBBLE
+from stepwell.parallel.schedules import ZERO_BUBBLE, most_in_flight
 from stepwell.plan.footprint.activations import (
     Block,
     Modules,
@@ -140,7 +140,7 @@ def host_of(rank: Rank) -> Items:
         kind = "parameters" if layout.offload_parameters else "optimizer"
         found[f"offload.{kind}"] = state.host
     if layout.offload_activations:
-        found["offload.activations"] = _moved_now(rank)
+        found["offload.activations"] = _on_host(rank)
     if state.staged:
         found["checkpoint"] = state.staged
     rows = layout.global_batch_rows
@@ -302,6 +302,18 @@ def _moved(layout: Arrangement, kept: Modules, inputs: float) -> float:
     if not layout.offload_activations:
         return 0.0
     return inputs / kept.total if layout.recompute == "selective" and kept.total else 1.0
+
+
+def _on_host(rank: Rank) -> float:
+    """Bytes of what blocks keep, of all micro-batches that a pipeline's first rank has at once."""
+    layout, once = rank.job.layout, 0.0
+    for d, s in rank.pieces.stages:
+        kept = kept_by(rank.dense, d, layout).plus(kept_by(rank.sparse, s, layout))
+        once += kept.total * _moved(layout, kept, (s.stop - d.start) * rank.dense.input.total)
+    if layout.pp == 1:
+        return once
+    p, m, v = layout.pp, layout.num_micro_batches, layout.stages_per_rank
+    return once * most_in_flight(layout.schedule, p, m, v, per_round=m // max(1, m // p))
 
 
 def _moved_now(rank: Rank) -> float:

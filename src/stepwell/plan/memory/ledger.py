@@ -187,7 +187,7 @@ def predict_rank(
         phases=phases,
         gradient_bytes=phases["optimizer"].gradients,
         pp_rank=pp_rank,
-        host=host_bytes(run, axes),
+        host=host_bytes(run, axes, pp_rank),
         moments_in_8_bits=share_in_8_bits(run, axes.tp) if run.optim.kind == "adamw8bit" else 0.0,
     )
 

@@ -32,7 +32,7 @@ from stepwell.parallel.fp8_layers import (
 )
 from stepwell.parallel.remat import DTYPE_BYTES, bytes_of_block, dtype_bytes, segments_of
 from stepwell.parallel.rules import AxisSizes
-from stepwell.parallel.schedules import ZERO_BUBBLE, next_micro_batches
+from stepwell.parallel.schedules import ZERO_BUBBLE, micro_batches_of
 from stepwell.plan.footprint.pieces import Phase, fullest, moments_of_stages
 from stepwell.plan.memory.adapters import Share, largest_target, share_of_block, share_of_root
 from stepwell.plan.memory.shards import Held, Part, held_by_block, parts_of_rank
@@ -146,10 +146,8 @@ class Sizes:
 
 
 def _micro_batches(run: Run, axes: AxisSizes) -> int:
-    shares = axes.dp_replicate * axes.dp_shard
-    rows = -(-run.train.global_batch_rows // shares)
-    wanted = -(-rows // run.train.micro_batch_rows)
-    return next_micro_batches(wanted, run.layout) if axes.pp > 1 else wanted
+    train, shares = run.train, axes.dp_replicate * axes.dp_shard
+    return micro_batches_of(train.global_batch_rows, train.micro_batch_rows, shares, run.layout)
 
 
 def _times(
