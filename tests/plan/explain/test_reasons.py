@@ -326,11 +326,14 @@ def test_a_pipeline_of_other_size_has_as_many_stages_a_rank_as_the_blocks_are_en
     for pp, v, told in ((4, 12, ()), (16, 8, ("8 stages a rank",)), (64, 2, ("2 stages a rank",))):
         other = changed(prices, task, before, {"pp": pp})
         assert not other.broken
+        assert other.layout is not None
         assert (other.layout.pp, other.layout.stages_per_rank, other.also) == (pp, v, told)
     alone = changed(prices, task, before, {"pp": 128})
+    assert alone.layout is not None
     assert (alone.layout.schedule, alone.also[-1]) == ("1f1b", "1f1b")
     kept = changed(prices, task, before, {"pp": 16, "schedule": "interleaved-1f1b",
                                           "stages_per_rank": 12})  # fmt: skip
+    assert kept.layout is not None
     assert kept.layout.stages_per_rank == 12
     assert "more pipeline stages" in kept.broken
 

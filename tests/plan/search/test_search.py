@@ -272,6 +272,7 @@ def test_resharding_is_of_stage_3():
         if reshard == "node":
             within = found[0].layout
             assert within.tp == 1
+            assert EIGHT.config is not None
             checked_run(EIGHT.config, within)
             with pytest.raises(ConfigError, match="FSDP2 cannot do with what layout.tp=2 ranks"):
                 checked_run(EIGHT.config, within.having(tp=2, dp_shard=within.dp_shard // 2))
@@ -639,7 +640,9 @@ def test_groups_of_blocks_are_taken_where_nothing_else_fits():
         found = search(dims, small, 8, 65536, 32 * 65536, pins)
         assert [c.layout.recompute for c in found.found[:1]] == [mode] * bool(mode)
         if mode != "full":  # what holds the least is named
-            assert leanest_of(replace(task, cluster=small), Prices(dims, small)).recompute == "sqrt"
+            lean = leanest_of(replace(task, cluster=small), Prices(dims, small))
+            assert lean is not None
+            assert lean.recompute == "sqrt"
 
 
 def test_a_layout_in_words_and_as_settings(ranking):
