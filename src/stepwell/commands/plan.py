@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from stepwell.commands import plan_text
+from stepwell.commands.plan_advice import fastest_of, gap_of, knobs_of
 from stepwell.commands.plan_options import Asked, check_read, help_text, parse
 from stepwell.commands.ranks import fewest_ranks
 from stepwell.commands.run_arguments import find_recipe
@@ -25,11 +26,8 @@ from stepwell.parallel.rules import check_run
 from stepwell.plan.cluster import Cluster, cluster, read_cluster
 from stepwell.plan.dims import Subject, find_model
 from stepwell.plan.explain.answer import Review, Searched, as_json, review_json
-from stepwell.plan.explain.knobs import Knob, knobs, together
 from stepwell.plan.explain.reasons import explain
-from stepwell.plan.job import Job, how_to_start, job_of
-from stepwell.plan.measured.gap import Gap, gap, measured_step_s
-from stepwell.plan.measured.source import measured_at
+from stepwell.plan.job import how_to_start, job_of
 from stepwell.plan.methods.recipes import workload_of
 from stepwell.plan.methods.rollouts import Workload
 from stepwell.plan.methods.text import packed_text
@@ -39,7 +37,7 @@ from stepwell.plan.search.fewest import fewest_gpus
 from stepwell.plan.search.prices import Prices, as_run
 from stepwell.plan.search.runs import offloaded, run_of, short, values_of
 from stepwell.plan.search.search import batches, search
-from stepwell.plan.search.space import Pins, Task
+from stepwell.plan.search.space import Task
 from stepwell.plan.units import count_of
 from stepwell.sections.methods import DPO, SampledMethod
 from stepwell.sections.model import ModelConfig
@@ -109,24 +107,23 @@ def _model(asked: Asked, subject: Subject) -> int:
     )
     if not ranking.found:
         return _nothing_fits(asked, ranking, subject)
-    measured = _gap(asked, ranking.best.job, subject.config)
+    measured = gap_of(asked, ranking.best.job, subject.config)
     if subject.missing:
         found = [replace(c, not_in_engine=subject.missing) for c in ranking.found]
         ranking = replace(ranking, found=tuple(found))
     deep, told = not asked.get("quick"), asked.given.keys() & {"measured", "json", "html"}
+    known = (measured, prices, ranking.best, ranking.task)
     searched = Searched(
         ranking=ranking,
         explanation=explain(ranking, prices, deep),
         pareto=tuple(pareto(ranking.found)),
         batches=tuple(batches(ranking, prices)) if deep else (),
-        knobs=tuple(_knobs(measured, prices, ranking.best, ranking.task)) if told else (),
+        knobs=knobs_of(*known) if told else (),
         training_tokens=asked.get("tokens"),
         assumed=_assumed_of_model(asked, subject, ranking),
         gap=measured,
-        together=tuple(_together(measured, prices, ranking.best, ranking.task)) if measured else (),
-        fastest=_fastest(measured, prices, ranking.best, ranking.task)
-        if measured and deep
-        else None,
+        together=knobs_of(*known, in_turn=True) if measured else (),
+        fastest=fastest_of(*known) if measured and deep else None,
     )
     if "write" in asked.given:
         write_recipe(Path(asked.given["write"]), subject, ranking.best)
@@ -165,69 +162,6 @@ def _dry_program(run: Run) -> Any:
 
     several = run.method.kind in plan_dry_method.METHODS and run.layout.pp == 1
     return plan_dry_method if several else plan_dry_run
-
-
-def _gap(asked: Asked, job: Job, config: ModelConfig | None, run: Run | None = None) -> Gap | None:
-    """Of what was measured: a number, a trace, or the folder of a run."""
-    given = asked.get("measured")
-    if given is None:
-        return None
-    if isinstance(given, Path):
-        return measured_at(given, job, config, run)
-    name, value = next(iter(given.items()))
-    return gap(job, measured_step_s(given, job), config, f"{name}={value:g}")
-
-
-def _knobs(
-    found: Gap | None,
-    prices: Prices,
-    now: Candidate,
-    task: Task,
-    run: Run | None = None,
-    method: Evaluated | None = None,
-) -> Sequence[Knob]:
-    """At the rates that a trace shows, if there is one; of all models, if there are several."""
-    if run is not None and method is not None:
-        from stepwell.plan.methods.knobs import method_knobs
-
-        return method_knobs(run, prices.cluster, method)
-    if found is not None and found.comparison is not None:
-        return found.comparison.knobs
-    return knobs(prices, task, now.layout, prices.config, run=run)
-
-
-def _together(
-    found: Gap | None,
-    prices: Prices,
-    now: Candidate,
-    task: Task,
-    run: Run | None = None,
-    method: Evaluated | None = None,
-) -> Sequence[Knob]:
-    if run is not None and method is not None:
-        from stepwell.plan.methods.knobs import method_together
-
-        return method_together(run, prices.cluster, method)
-    if found is not None and found.comparison is not None:
-        return found.comparison.together
-    return together(prices, task, now.layout, prices.config, run=run)
-
-
-def _fastest(found: Gap | None, prices: Prices, now: Candidate, task: Task) -> Candidate | None:
-    """In as many bits, and with such checkpoints, whatever else is held fixed; at the rates that a
-    trace shows, if there is one; None where they are another device's."""
-    if found is not None and found.comparison is not None:
-        if not found.comparison.of_device:
-            return None
-        prices = found.comparison.fitted.prices(prices)
-    pins = Pins(
-        precision=now.layout.precision,
-        checkpoint="asynchronous" if now.layout.stages_checkpoint else "synchronous",
-        headroom_bytes=task.pins.headroom_bytes,
-    )
-    sizes = (task.num_gpus, task.seq_len, task.rows * task.seq_len)
-    ranking = search(task.dims, task.cluster, *sizes, pins, prices.config, 1.0, prices)
-    return ranking.found[0] if ranking.found else None
 
 
 def _assumed_of_model(asked: Asked, subject: Subject, ranking: Ranking) -> tuple[str, ...]:
@@ -337,18 +271,18 @@ def _recipe(asked: Asked) -> int:
     task = Task(job.dims, machines, world, run.data.seq_len, job.layout.global_batch_rows)
     candidate = Candidate(job, prices.memory(job.layout), prices.time(job.layout))
     candidate = plan_exactly(candidate, with_rows(run, task.rows), world)
-    measured = _gap(asked, job, run.model, run)
+    measured = gap_of(asked, job, run.model, run)
     if measured is not None and method is not None:
         measured = measured.without_knobs()
-    fastest, quick = None, bool(asked.get("quick"))
+    known, fastest, quick = (measured, prices, candidate, task), None, bool(asked.get("quick"))
     if not quick and run.method.kind == "pretrain" and not run.lora.rank:
-        fastest = _fastest(measured, prices, candidate, task)
+        fastest = fastest_of(*known)
     review = Review(
         run=run,
         task=task,
         candidate=candidate,
-        knobs=tuple(_knobs(measured, prices, candidate, task, run, method)),
-        together=() if quick else tuple(_together(measured, prices, candidate, task, run, method)),
+        knobs=knobs_of(*known, run, method),
+        together=() if quick else knobs_of(*known, run, method, in_turn=True),
         fastest=fastest,
         gap=measured,
         assumed=(
