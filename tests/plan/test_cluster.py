@@ -9,6 +9,14 @@ from stepwell.plan.memory.host import of_machine
 from stepwell.types import ConfigError
 
 
+def test_cards_without_links_between_them_talk_at_the_rate_of_pcie(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('gpu = "l40s"\npcie_gb_per_s = 50\n', encoding="utf-8")
+    assert read_cluster(path).scaleup_bytes_per_s == 50e9
+    path.write_text('gpu = "h100-sxm"\npcie_gb_per_s = 50\n', encoding="utf-8")
+    assert read_cluster(path).scaleup_bytes_per_s == cluster("h100-sxm").scaleup_bytes_per_s
+
+
 def test_every_accelerator_has_links():
     assert set(LINKS) == set(ACCELERATORS)
     with pytest.raises(ConfigError, match="h100-sxm"):

@@ -166,6 +166,8 @@ def read_cluster(path: str | Path) -> Cluster:
         "pcie_bytes_per_s": (file.pcie_gb_per_s, GB),
     }
     given: dict[str, Any] = {k: v * unit for k, (v, unit) in scaled.items() if v is not None}
+    if file.scaleup_gb_per_s is None and LINKS[file.gpu].scaleup is None:
+        given["scaleup_bytes_per_s"] = given.get("pcie_bytes_per_s", found.pcie_bytes_per_s)
     for key in ("gpus_per_node", "scaleup_gpus"):
         if (count := getattr(file, key)) is not None:
             given[key] = count

@@ -167,6 +167,27 @@ def test_the_best_with_a_value_is_what_a_search_finds_that_holds_it():
     assert faster.step_s == pytest.approx(any_kind.step_s, rel=2e-3)
 
 
+def test_what_is_there_already_breaks_no_rule():
+    """512 tokens of a row on each context rank are not held against other changes."""
+    prices, task = Prices(EIGHT.dims, H100, EIGHT.config), Task(EIGHT.dims, H100, 64, 4096, 512)
+    before = body(task, Family(Mesh(1, 8, 1, 1, 8), "1f1b", 1, 1, "full", 2, "bf16"))
+    assert not changed(prices, task, before, {"recompute": "selective"}).broken
+    assert "fewer than 1,024" in changed(prices, task, before, {"cp": 16}).broken
+
+
+def test_where_today_stays_the_best_it_is_what_is_found():
+    """With what is forced to the host the bound is today's layout itself."""
+    one = Prices(EIGHT.dims, H100, EIGHT.config)
+    ranking = search(EIGHT.dims, H100, 1, 2048, 32 * 2048, None, EIGHT.config, 1.0, one)
+    assert ranking.offload
+    found = {scenario.name: scenario for scenario in scenarios(one, ranking.task, ranking.best)}
+    for name, rows in (("twice the batch", 64), ("half the batch", 16)):
+        held = search(EIGHT.dims, H100, 1, 2048, rows * 2048, None, EIGHT.config, 1.0, one).best
+        other = found[name].best
+        assert other is not None
+        assert other.step_s == pytest.approx(held.step_s, rel=2e-3)
+
+
 def test_where_something_must_be_offloaded_others_are_searched_with_it():
     """70B on 8: without offload nothing fits, of any other value either."""
     seventy, pins = find_model("llama3-70b"), Pins(cp=1, pp=1)

@@ -53,7 +53,8 @@ def changed(prices: Prices, task: Task, before: Arrangement, changes: Mapping[st
     undone = _undone(layout, changes)
     if undone:
         return Changed(None, broken=undone)
-    broken = problem(replace(task, pins=Pins()), layout)
+    same = {axis: getattr(layout, axis) for axis in ("tp", "cp") if axis not in changes}
+    broken = problem(replace(task, pins=Pins(**same)), layout)  # what is there is not judged
     try:
         held, step = prices.memory(layout), prices.time(layout)
     except (ConfigError, ValueError, ZeroDivisionError):

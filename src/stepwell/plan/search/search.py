@@ -93,7 +93,8 @@ def search(
         may_offload and task.pins.offload is None and not opened.found and at_most_s == math.inf
     )
     if forced or task.pins.offload == "any":
-        offload = _worthwhile_offload(task, prices, min(opened.best_s, at_most_s))
+        limit_s = min(opened.best_s / OFFLOAD_GAIN, at_most_s)
+        offload = _worthwhile_offload(task, prices, limit_s)
     if offload:
         opened = _search(with_offload(task, offload), prices, slack)
     found = _checked(opened, slack)
@@ -122,18 +123,19 @@ def _with_groups(task: Task, prices: Prices, slack: float, opened: _Open) -> _Op
     return found if found.found else opened
 
 
-def _worthwhile_offload(task: Task, prices: Prices, best_s: float) -> tuple[str, ...]:
+def _worthwhile_offload(task: Task, prices: Prices, at_most_s: float) -> tuple[str, ...]:
     """The kinds with which the step is the shortest, each asked for only so far as it would be much
-    faster than those before, and than best_s. None beats memory without end."""
+    faster than those before; none that takes longer than at_most_s. None beats memory without
+    end."""
     chosen: tuple[str, ...] = ()
     endless = replace(task, pins=replace(task.pins, headroom_bytes=-math.inf))
     least_s = _search(endless, prices, 1.0).best_s
     for kinds in OFFLOADS:
-        if best_s / OFFLOAD_GAIN < least_s < math.inf:
+        if at_most_s < least_s < math.inf:
             break
-        found = _search(with_offload(task, kinds), prices, 1.0, best_s / OFFLOAD_GAIN)
+        found = _search(with_offload(task, kinds), prices, 1.0, at_most_s)
         if found.found:
-            best_s, chosen = found.best_s, kinds
+            at_most_s, chosen = found.best_s / OFFLOAD_GAIN, kinds
     return chosen
 
 
