@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from stepwell.plan.pipeline.actions import schedule_actions
+from stepwell.plan.pipeline.actions import rank_actions
 
 Counts = tuple[int, ...]
 
@@ -32,7 +32,7 @@ def states_of(schedule: str, p: int, rank: int, m: int) -> tuple[State, ...]:
     every number. The first stage takes its whole backward pass in the second half."""
     m = min(m, 4 * p + 2)  # from then on the full pipeline repeats itself
     held, summed, found = [0] * 4, [False] * 2, []
-    for action in schedule_actions(schedule, p, m, 2)[rank]:
+    for action in rank_actions(schedule, p, m, 2, rank):
         place = 0 if action.stage < p else 1
         if action.kind == "F":
             held[place] += 1
@@ -58,6 +58,14 @@ def _largest(states: list[State]) -> list[State]:
     return [
         State(kind[0], one, *kind[1:])
         for kind, counts in kinds.items()
-        for one in sorted(counts)
-        if not any(one != x and all(a <= b for a, b in zip(one, x, strict=True)) for x in counts)
+        for one in _not_exceeded(counts)
     ]
+
+
+def _not_exceeded(counts: set[Counts]) -> list[Counts]:
+    """What exceeds another in every number comes before it in descending order."""
+    found: list[Counts] = []
+    for one in sorted(counts, reverse=True):
+        if not any(all(a <= b for a, b in zip(one, x, strict=True)) for x in found):
+            found.append(one)
+    return found[::-1]

@@ -58,17 +58,23 @@ def schedule_actions(
     return [_of_rank(schedule, p, m, v, rank) for rank in range(p)]
 
 
+def rank_actions(
+    schedule: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int, rank: int
+) -> list[Action]:
+    """What one rank does. Raises as `schedule_actions`."""
+    check_schedule(schedule, num_ranks, num_micro_batches, stages_per_rank)
+    return _of_rank(schedule, num_ranks, num_micro_batches, stages_per_rank, rank)
+
+
 @lru_cache(maxsize=1024)
 def times_back(
     schedule: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int, rank: int
 ) -> tuple[int, ...]:
     """By stage of a rank, in the model's order: how often a backward pass follows a forward pass of
     the same stage. Raises as `schedule_actions`."""
-    p, m, v = num_ranks, num_micro_batches, stages_per_rank
-    check_schedule(schedule, p, m, v)
     before: dict[int, str] = {}
     found: dict[int, int] = {}
-    for action in _of_rank(schedule, p, m, v, rank):
+    for action in rank_actions(schedule, num_ranks, num_micro_batches, stages_per_rank, rank):
         stage = action.stage
         turns = before.get(stage) == "F" and action.kind != "F"
         found[stage] = found.get(stage, 0) + turns
