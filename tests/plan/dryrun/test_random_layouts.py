@@ -21,11 +21,16 @@ MODEL = {
 }  # fmt: skip
 STATE = ("parameters", "gradients", "optimizer", "activations", "peak")
 V_SHAPED = ("zbv", "dualpipev")
-NUM_DRAWN = 11
+NUM_DRAWN = 26
 # What is further off than it should be, of these, and by how much: a deep pipeline's last rank with
-# logits that are not kept, and its second rank under fp16; groups of blocks in 8 bits; adapters
-# beside 8 bits.
-FURTHER = {(2, "peak"): 0.11, (5, "activations"): 0.21, (7, "peak"): 0.21, (10, "peak"): 0.14}
+# logits that are not kept (7, 10); activations under fp16 and "selective" (7), in 8 bits (5, 17),
+# of adapters in fp32 (18); groups of blocks (2, 24); ZeRO-3 beside tensor ranks (11), and with few
+# micro-batches in an interleaved pipeline (25).
+FURTHER = {
+    (2, "peak"): 0.11, (5, "activations"): 0.21, (7, "activations"): 0.21, (7, "peak"): 0.23,
+    (10, "activations"): 0.18, (10, "peak"): 0.14, (11, "peak"): 0.13, (17, "activations"): 0.22,
+    (18, "activations"): 0.13, (24, "activations"): 0.15, (24, "peak"): 0.16, (25, "peak"): 0.38,
+}  # fmt: skip
 # Of what a rank sends, the share below which a row is not compared: maxima of delayed scaling.
 FEW = 1e-3
 
@@ -100,9 +105,7 @@ def drawn(seed: int) -> tuple[Run, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(NUM_DRAWN))
 def test_the_ledgers_say_what_the_program_does_in_drawn_layouts(seed):
-    """State and traffic by axis, kind and phase within 3 %, activations and peaks within 10 %. (Of
-    a pipeline the activations of the worst moment are predicted, not of the first backward pass.)
-    """
+    """State and traffic by axis, kind and phase within 3 %, activations and peaks within 10 %."""
     run, world = drawn(seed)
     found = dry_run(run, world)
     job, ranks = job_of(run, world, H100), [one.pp_rank for one in found.ranks]
@@ -112,8 +115,6 @@ def test_the_ledgers_say_what_the_program_does_in_drawn_layouts(seed):
     )
     total = sum(one.calls * one.wire_bytes for rank in found.ranks for one in rank.issued)
     for row in rows:
-        if row.item == "activations" and run.layout.pp > 1:
-            continue
         if row.item not in STATE and max(row.predicted, row.counted) < FEW * total:
             continue
         allowed = 0.10 if row.item in ("activations", "peak") else 0.03
