@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from stepwell.hardware import GIB
 from stepwell.plan.dims import EXPERT_KEYS, PLANNED
 from stepwell.plan.measured.gap import MEASURES
-from stepwell.plan.search.space import Pins
+from stepwell.plan.search.space import KINDS, Pins
 from stepwell.plan.units import nearest_of
 from stepwell.presets import PRESETS
 from stepwell.types import ConfigError, nearest
@@ -293,15 +293,14 @@ def amount(name: str, text: str) -> float:
 
 
 def words(name: str, text: str) -> tuple[str, ...] | Literal["any"]:
-    legal = ("optimizer", "parameters", "activations")
     if text == "any":
         return text
     found = tuple(word for word in text.split(",") if word and word != "none")
     for word in found:
-        if word not in legal:
+        if word not in KINDS:
             raise ConfigError(
-                f"{name} {word!r} must be of {', '.join(legal)}, or none, or any alone"
-                f"{nearest(word, legal)}"
+                f"{name} {word!r} must be of {', '.join(KINDS)}, or none, or any alone"
+                f"{nearest(word, KINDS)}"
             )
     once = tuple(dict.fromkeys(found))
     if once != found:

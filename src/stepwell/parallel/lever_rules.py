@@ -166,8 +166,8 @@ def _in_flight(run: Run, sizes: AxisSizes, pp_rank: int) -> float:
     if sizes.pp == 1:
         return 1
     m = micro_batches_of(train.global_batch_rows, train.micro_batch_rows, shares, layout)
-    v, per_round = layout.pp_stages_per_rank, m // (m // sizes.pp)
-    return most_in_flight(layout.pp_schedule, sizes.pp, m, v, pp_rank, per_round)
+    v = layout.pp_stages_per_rank
+    return most_in_flight(layout.pp_schedule, sizes.pp, m, v, pp_rank) / v
 
 
 def host_shortage(

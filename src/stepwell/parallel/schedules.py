@@ -66,23 +66,20 @@ def micro_batches_of(rows: int, at_a_time: int, num_shares: int, layout: LayoutC
     return next_micro_batches(wanted, layout) if layout.pp > 1 else wanted
 
 
-def most_in_flight(
-    schedule: str, p: int, m: int, v: int = 1, pp_rank: int = 0, per_round: int | None = None
-) -> float:
-    """Micro-batches that wait for their backward passes at once, in parts of a rank's stages: 2.5
-    are five passes of one stage of two.
+def most_in_flight(schedule: str, p: int, m: int, v: int = 1, pp_rank: int = 0) -> int:
+    """Forward passes, each of one of a rank's v stages, that wait at once for their backward ones.
 
     gpipe: all. 1f1b: p - rank (2006.09503). interleaved-1f1b: its warm-up and the one at work
-    (2104.04473), in rounds of per_round micro-batches (p). zbv: p; dualpipev: half a one more.
+    (2104.04473), in m // (m // p) micro-batches a round. zbv: 2p; dualpipev: one more.
     """
     if schedule == "gpipe":
-        return m
+        return v * m
     if schedule == "1f1b":
         return min(m, p - pp_rank)
     if schedule == "interleaved-1f1b":
-        warm_up = (v - 1) * (per_round or p) + 2 * (p - pp_rank - 1)
-        return min(v * m, warm_up + 1) / v
-    return min(m, p + 0.5 * (schedule == "dualpipev"))
+        per_round = m // max(1, m // p)
+        return min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
+    return min(v * m, 2 * p + (schedule == "dualpipev"))
 
 
 def bubble_fraction(schedule: str, p: int, m: int, v: int = 1) -> float:

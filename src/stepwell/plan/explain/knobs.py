@@ -13,7 +13,7 @@ from stepwell.plan.explain.change import Changed, changed, grown
 from stepwell.plan.job import Arrangement, job_of
 from stepwell.plan.search.prices import Prices, as_run, checked_run
 from stepwell.plan.search.runs import settings_between, settings_text
-from stepwell.plan.search.space import RECOMPUTE, Task
+from stepwell.plan.search.space import KINDS, RECOMPUTE, Task
 from stepwell.sections.model import ModelConfig
 from stepwell.types import ConfigError
 
@@ -139,7 +139,7 @@ def turns(task: Task, now: Arrangement) -> Iterator[tuple[str, dict[str, Any], s
                 yield many, {"schedule": schedule, "stages_per_rank": v}, ""
     batch = {"global_batch_rows": 2 * task.rows}
     yield "a batch twice as large", batch, "half as many steps for the same tokens"
-    for kind in ("optimizer", "parameters", "activations"):
+    for kind in KINDS:
         if getattr(now, f"offload_{kind}"):
             yield f"no offload of {kind}", {f"offload_{kind}": False}, ""
 

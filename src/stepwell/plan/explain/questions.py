@@ -9,9 +9,8 @@ from typing import Any
 
 from stepwell.plan.job import Arrangement
 from stepwell.plan.search.runs import data_text, offloaded, recompute_text, state_text
-from stepwell.plan.search.space import OFFLOADS, Task, default_precision
+from stepwell.plan.search.space import KINDS, OFFLOADS, Task, default_precision
 
-KINDS = ("optimizer", "parameters", "activations")
 # (label, changes, pins) of a value that could be instead.
 Other = tuple[str, dict[str, Any], dict[str, Any]]
 

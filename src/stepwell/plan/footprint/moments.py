@@ -312,8 +312,8 @@ def _on_host(rank: Rank) -> float:
         once += kept.total * _moved(layout, kept, (s.stop - d.start) * rank.dense.input.total)
     if layout.pp == 1:
         return once
-    p, m, v = layout.pp, layout.num_micro_batches, layout.stages_per_rank
-    return once * most_in_flight(layout.schedule, p, m, v, per_round=m // max(1, m // p))
+    m, v = layout.num_micro_batches, layout.stages_per_rank
+    return once * most_in_flight(layout.schedule, layout.pp, m, v) / v
 
 
 def _moved_now(rank: Rank) -> float:

@@ -11,7 +11,7 @@ from operator import mul
 from typing import Literal, NamedTuple
 
 from stepwell.parallel.remat import chosen_blocks
-from stepwell.parallel.schedules import ZERO_BUBBLE, split_blocks
+from stepwell.parallel.schedules import ZERO_BUBBLE, most_in_flight, split_blocks
 from stepwell.plan.footprint.zero_bubble import states_of
 from stepwell.plan.job import Arrangement, Dims
 from stepwell.sections.layout import LayoutConfig
@@ -157,7 +157,7 @@ def moments_of_stages(schedule: str, p: int, v: int, pp_rank: int, m: int) -> tu
         states = states_of(schedule, p, pp_rank, m)
         return tuple(Moment(x.place, x.held[:2], x.summed, x.held[2:], x.halved) for x in states)
     if v == 1:
-        most = m if schedule == "gpipe" else min(m, p - pp_rank)
+        most = most_in_flight(schedule, p, m, 1, pp_rank)
         first = Moment(0, (most,), (False,))
         return (first, Moment(0, (min(m - 1, most),), (True,))) if m > 1 else (first,)
     return _moments_interleaved(p, v, pp_rank, m)
@@ -168,7 +168,7 @@ def _moments_interleaved(p: int, v: int, pp_rank: int, m: int) -> tuple[Moment, 
     """Before and after forward or backward passes come to another stage, and where the first
     backward pass of a stage is done."""
     per_round = m // max(1, m // p)
-    most = min(v * m, (v - 1) * per_round + 2 * (p - pp_rank - 1) + 1)
+    most = most_in_flight("interleaved-1f1b", p, m, v, pp_rank)
     borders = range(0, 2 * v * per_round + most, per_round)
     starts = {n for border in borders for n in (border - 1, border, border - most)}
     starts = {n for n in starts if 0 <= n <= v * m - most}

@@ -40,7 +40,8 @@ FEWEST_CONTEXT_TOKENS = 1024
 MOST_MICRO_BATCH_TOKENS = 1 << 17
 CHUNK_TOKENS = LossConfig().chunk_tokens
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
-# Kinds of offload, from little to much that leans on the machine's memory and its links.
+KINDS = ("optimizer", "parameters", "activations")
+# Kinds of offload together, from little to much that leans on the machine's memory and its links.
 OFFLOADS = (
     ("optimizer",),
     ("activations",),
